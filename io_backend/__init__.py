@@ -1,0 +1,39 @@
+"""Bytes on SSDs: extents, asynchronous transfers, leased spill directories.
+
+Covers moving a buffer's bytes to a file and back, on worker threads, and the space they take there.
+It does not know tensors' meaning, plans or autograd: the packages above do.
+
+Rule: this module only re-exports; importing it opens nothing, starts no thread and does not import torch.
+"""
+
+from io_backend.config import BackendConfig
+from io_backend.errors import (
+    BackendError,
+    BackendUnavailableError,
+    CorruptExtentError,
+    ShortTransferError,
+    SpillDirectoryError,
+    StorageFullError,
+)
+from io_backend.posix_store import PosixStore, open_store
+from io_backend.spill_directory import SpillDirectory
+from io_backend.store import Extent, Priority, Store, StoreStatistics
+from io_backend.ticket import Ticket
+
+__all__ = [
+    "BackendConfig",
+    "BackendError",
+    "BackendUnavailableError",
+    "CorruptExtentError",
+    "Extent",
+    "PosixStore",
+    "Priority",
+    "ShortTransferError",
+    "SpillDirectory",
+    "SpillDirectoryError",
+    "StorageFullError",
+    "Store",
+    "StoreStatistics",
+    "Ticket",
+    "open_store",
+]

@@ -1,0 +1,149 @@
+"""Moving one buffer to or from a spill file, down a ladder of ways.
+
+Covers the three rungs: O_DIRECT from the buffer itself, O_DIRECT through an aligned bounce buffer, the page cache;
+splitting into calls, short transfers, retries, and the unaligned tail.
+It does not decide order or priority, nor where in the file a buffer goes.
+
+Rule: on disk, offsets and lengths are whole blocks; in the caller's buffer, not one byte beyond its length is touched.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from io_backend.buffers import BouncePool, Memory, copy_bytes
+from io_backend.config import BLOCK_NBYTES
+from io_backend.errors import ShortTransferError
+from io_backend.meter import TransferOutcome
+from io_backend.spill_file import RWF_DONTCACHE, SpillFile
+
+if TYPE_CHECKING:
+    from io_backend.store import Operation
+
+_NOT_THIS_WAY = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+_MAX_RETRIES = 100
+_RETRY_PAUSE_S = 0.001
+
+
+def transfer(
+    operation: Operation, file: SpillFile, offset: int, memory: Memory, *, chunk_nbytes: int, bounces: BouncePool
+) -> TransferOutcome:
+    """Move all of ``memory`` to (``write``) or from (``read``) ``offset`` of the file. Blocks.
+
+    Args:
+        operation: The direction.
+        file: An open spill file that reaches at least to the end of the range, rounded up to a block.
+        offset: Byte offset in the file, a multiple of the block.
+        memory: At least one byte.
+        chunk_nbytes: Bytes per system call.
+        bounces: Where staging memory comes from.
+
+    Raises:
+        ShortTransferError: No progress. Part of the bytes may have moved.
+        OSError: As the system reports it. Part of the bytes may have moved.
+    """
+    move = functools.partial(_move, operation, file.name, chunk_nbytes=chunk_nbytes)
+    if file.direct_fd is not None:
+        rungs = [_bounced] if memory.address % file.memory_alignment else [_straight, _bounced]
+        for rung in rungs:
+            try:
+                return TransferOutcome("posix-direct", rung(operation, move, file.direct_fd, offset, memory, bounces))
+            except OSError as error:
+                # Some file systems accept the open and the first transfers, then refuse: start again one rung lower.
+                if error.errno not in _NOT_THIS_WAY:
+                    raise
+    _buffered(operation, move, file, offset, memory, chunk_nbytes)
+    return TransferOutcome("posix-buffered")
+
+
+def _straight(
+    operation: Operation, move: Callable[..., None], fd: int, offset: int, memory: Memory, bounces: BouncePool
+) -> int:
+    """O_DIRECT on the buffer; only the last partial block is staged. Returns the bytes staged."""
+    body_nbytes = memory.nbytes // BLOCK_NBYTES * BLOCK_NBYTES
+    if body_nbytes:
+        move(fd, memory.view()[:body_nbytes], offset, granule=BLOCK_NBYTES)
+    tail = Memory(memory.address + body_nbytes, memory.nbytes - body_nbytes, memory.readonly, memory.owner)
+    return _bounced(operation, move, fd, offset + body_nbytes, tail, bounces) if tail.nbytes else 0
+
+
+def _bounced(
+    operation: Operation, move: Callable[..., None], fd: int, offset: int, memory: Memory, bounces: BouncePool
+) -> int:
+    """O_DIRECT through an aligned staging buffer, piece by piece. Returns the bytes staged."""
+    with bounces.lend() as bounce:
+        for start in range(0, memory.nbytes, bounce.nbytes):
+            piece_nbytes = min(bounce.nbytes, memory.nbytes - start)
+            block_nbytes = -(-piece_nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
+            blocks = bounce.view()[:block_nbytes]
+            if operation == "write":
+                # Behind the last byte the staging memory's old content goes along: our own bytes, never read back.
+                copy_bytes(bounce.address, memory.address + start, piece_nbytes)
+                move(fd, blocks, offset + start, granule=BLOCK_NBYTES)
+            else:
+                move(fd, blocks, offset + start, granule=BLOCK_NBYTES)
+                copy_bytes(memory.address + start, bounce.address, piece_nbytes)
+    return memory.nbytes
+
+
+def _buffered(
+    operation: Operation, move: Callable[..., None], file: SpillFile, offset: int, memory: Memory, chunk_nbytes: int
+) -> None:
+    """Through the page cache, leaving nothing in it: cached spill bytes would count against a memory limit."""
+    view = memory.view()
+    if file.dontcache:
+        move(file.fd, view, offset, granule=1, flags=RWF_DONTCACHE)
+        return
+    for start in range(0, memory.nbytes, chunk_nbytes):
+        piece = view[start : start + chunk_nbytes]
+        move(file.fd, piece, offset + start, granule=1)
+        if operation == "write":
+            os.fdatasync(file.fd)  # only clean pages can be dropped
+        os.posix_fadvise(file.fd, offset + start, len(piece), os.POSIX_FADV_DONTNEED)
+
+
+def _move(
+    operation: Operation,
+    path: str,
+    fd: int,
+    view: memoryview,
+    offset: int,
+    *,
+    chunk_nbytes: int,
+    granule: int,
+    flags: int = 0,
+) -> None:
+    """Move the whole view, in calls of ``chunk_nbytes``, going on after short ones at a multiple of ``granule``."""
+    position, stalls = 0, 0
+    while position < len(view):
+        piece = view[position : position + chunk_nbytes]
+        moved = _call(operation, fd, piece, offset + position, flags)
+        progress = moved if moved == len(piece) else moved // granule * granule
+        position += progress
+        stalls = 0 if progress else stalls + 1
+        if stalls == 2:  # asked twice: the end of the file, or a device that takes no more
+            raise ShortTransferError(
+                f"{operation} of {len(view)} bytes at offset {offset} of {path} stopped after {position}: the last "
+                f"call moved {moved} of {len(piece)} bytes and another one no more. The file may have been truncated; "
+                "check the file system and the kernel log"
+            )
+
+
+def _call(operation: Operation, fd: int, piece: memoryview, offset: int, flags: int) -> int:
+    """One system call, repeated while the system says "again" (interrupted calls Python repeats by itself)."""
+    for _ in range(_MAX_RETRIES):
+        try:
+            if operation == "write":
+                return os.pwritev(fd, [piece], offset, flags)
+            return os.preadv(fd, [piece], offset, flags)
+        except (BlockingIOError, InterruptedError):
+            time.sleep(_RETRY_PAUSE_S)
+    raise ShortTransferError(
+        errno.EAGAIN,
+        f"{operation} of {len(piece)} bytes at file offset {offset}: the system said {_MAX_RETRIES} times to try again",
+    )

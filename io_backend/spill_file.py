@@ -1,0 +1,212 @@
+"""One anonymous, preallocated file in a session directory.
+
+Covers opening it without a name, proving O_DIRECT by real I/O, growing it without ever filling the disk, mapping it.
+It does not know extents (``extents``) nor how a buffer travels (``direct_io``).
+
+Rule: the file has no name, so nothing of it outlives the process; every byte of it is allocated before it is handed
+out, so a full disk shows when the file grows and not in the middle of a transfer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import secrets
+import weakref
+from typing import TYPE_CHECKING
+
+from io_backend.buffers import aligned_memory
+from io_backend.config import BLOCK_NBYTES, BackendConfig
+from io_backend.errors import StorageFullError, map_os_error
+
+if TYPE_CHECKING:
+    from io_backend.spill_directory import SpillDirectory
+
+RWF_DONTCACHE = 0x80
+"""Buffered I/O that leaves nothing in the page cache (Linux 6.14 on). Source: linux/fs.h; not in ``os`` yet."""
+
+GRANULE_NBYTES = max(BLOCK_NBYTES, mmap.ALLOCATIONGRANULARITY)
+"""Alignment of extents: good for O_DIRECT and for mapping."""
+
+_NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})
+_NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+_MEMORY_ALIGNMENTS = (64, 512, 4096)  # 64 is what torch gives its CPU tensors; NVMe drives often take it
+_PROBE_NBYTES = 4 * BLOCK_NBYTES
+_GIB = 1 << 30
+
+
+class SpillFile:
+    """The open file, and what was found out about it.
+
+    Thread safety: transfers from any thread; ``grow`` under the store's lock. ``close`` only when no transfer runs.
+    """
+
+    def __init__(self, directory: SpillDirectory, config: BackendConfig) -> None:
+        self.directory = directory
+        self.name = str(directory.path)
+        """The path for messages: the file itself has none."""
+        self.nbytes = 0
+        """Size of the file, all of it allocated."""
+        self._config = config
+        self._fds: list[int] = []  # shared with the finalizer, which must not hold the object
+        self._closer = weakref.finalize(self, _close_all, self._fds)
+        self._closer.atexit = False
+        try:
+            self.fd = _open_anonymous(self.name)
+            self._fds.append(self.fd)
+            self.direct_fd: int | None = None
+            """Descriptor for O_DIRECT, or ``None`` if that does not work here."""
+            self.memory_alignment = BLOCK_NBYTES
+            """Bytes to which a buffer's address must be aligned for O_DIRECT."""
+            self.reason = self._prove_direct()
+            """Why O_DIRECT is used, or why not."""
+            self.dontcache = self._prove_dontcache()
+            """Whether buffered transfers may use ``RWF_DONTCACHE``."""
+            os.ftruncate(self.fd, 0)
+        except OSError as error:
+            self.close()
+            raise map_os_error(error, operation="opening a spill file", path=self.name, offset=0, nbytes=0) from error
+
+    def close(self) -> None:
+        """Close the descriptors; the system gives the space back. Idempotent."""
+        self._closer()
+        self.nbytes = 0
+
+    def describe(self) -> str:
+        """One line about this file."""
+        where = f"{self.directory.root} ({self.directory.file_system})"
+        if self.direct_fd is not None:
+            alignment = f"blocks of {BLOCK_NBYTES} bytes, memory aligned to {self.memory_alignment}"
+            return f"posix-direct on {where}, {alignment}: {self.reason}"
+        kind = "uncached" if self.dontcache else "cached, dropped after each transfer"
+        return f"posix-buffered on {where}, {kind}: {self.reason}"
+
+    def grow(self, shortfall_nbytes: int, quota_left_nbytes: int | None) -> None:
+        """Add at least ``shortfall_nbytes`` allocated bytes, a whole growth step where there is room for it.
+
+        Args:
+            shortfall_nbytes: A multiple of the granule.
+            quota_left_nbytes: Bytes all files together may still grow, or ``None`` for no quota.
+
+        Raises:
+            StorageFullError: Quota, reserve or file system exhausted. The file has its old size.
+        """
+        if quota_left_nbytes is not None and shortfall_nbytes > quota_left_nbytes:
+            raise StorageFullError(
+                errno.EDQUOT,
+                f"{self.name} must grow by {shortfall_nbytes} bytes, but max_spill_nbytes="
+                f"{self._config.max_spill_nbytes} leaves {max(0, quota_left_nbytes)}. Raise one of the limits",
+            )
+        free_nbytes, reserve_nbytes = self._free_and_reserve()
+        room_nbytes = free_nbytes - reserve_nbytes
+        if shortfall_nbytes > room_nbytes:
+            raise StorageFullError(
+                errno.ENOSPC,
+                f"{self.name} must grow by {shortfall_nbytes} bytes, but its file system has {free_nbytes} free and "
+                f"{reserve_nbytes} of them are kept free (reserve_free_nbytes). Free some, or spill elsewhere",
+            )
+        step_nbytes = max(shortfall_nbytes, self._config.growth_nbytes)
+        step_nbytes = min(step_nbytes, room_nbytes, room_nbytes if quota_left_nbytes is None else quota_left_nbytes)
+        step_nbytes = max(shortfall_nbytes, step_nbytes // GRANULE_NBYTES * GRANULE_NBYTES)
+        try:
+            self._extend(step_nbytes)
+        except StorageFullError:
+            if step_nbytes == shortfall_nbytes:
+                raise
+            self._extend(shortfall_nbytes)  # a file size limit may allow what is needed though not the whole step
+
+    def map(self, offset: int, nbytes: int) -> mmap.mmap:
+        """Shared read/write mapping of a range; it keeps the file open by itself."""
+        return mmap.mmap(self.fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+
+    def _free_and_reserve(self) -> tuple[int, int]:
+        state = os.statvfs(self.fd)
+        reserve_nbytes = self._config.reserve_free_nbytes
+        if reserve_nbytes is None:
+            reserve_nbytes = min(_GIB, state.f_blocks * state.f_frsize // 20)
+        return state.f_bavail * state.f_frsize, reserve_nbytes
+
+    def _extend(self, added_nbytes: int) -> None:
+        try:
+            try:
+                os.posix_fallocate(self.fd, self.nbytes, added_nbytes)
+            except OSError as error:
+                if error.errno not in _NO_FALLOCATE:
+                    raise
+                os.ftruncate(self.fd, self.nbytes + added_nbytes)
+        except OSError as error:
+            os.ftruncate(self.fd, self.nbytes)  # a failed allocation keeps what it had grabbed so far
+            raise map_os_error(
+                error, operation="growing the spill file", path=self.name, offset=self.nbytes, nbytes=added_nbytes
+            ) from error
+        self.nbytes += added_nbytes
+
+    def _prove_direct(self) -> str:
+        """Open for O_DIRECT and find the memory alignment by writing and reading back; the reason, for the report."""
+        if not self._config.direct_io:
+            return "direct_io is off"
+        if not hasattr(os, "O_DIRECT"):
+            return "this system has no O_DIRECT"
+        try:
+            # A second open file of the same anonymous inode; the flags of the first stay as they are.
+            direct_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as error:
+            return f"opening with O_DIRECT failed ({error.strerror})"
+        self._fds.append(direct_fd)
+        failure = ""
+        for alignment in _MEMORY_ALIGNMENTS:
+            try:
+                if _round_trips(direct_fd, alignment):
+                    self.direct_fd, self.memory_alignment = direct_fd, alignment
+                    return "O_DIRECT proved by a write and a read"
+                failure = "bytes came back changed"
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+                    raise
+                failure = f"{error.strerror}"
+        self._fds.remove(direct_fd)
+        os.close(direct_fd)
+        return f"O_DIRECT opens but does not work ({failure})"
+
+    def _prove_dontcache(self) -> bool:
+        try:
+            return os.pwritev(self.fd, [bytes(BLOCK_NBYTES)], 0, RWF_DONTCACHE) == BLOCK_NBYTES
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise
+            return False
+
+
+def _open_anonymous(directory: str) -> int:
+    """A file without a name, mode 0600, that nobody can give a name to."""
+    # Where the flag does not exist, opening a directory for writing fails with EISDIR, which leads to the second way.
+    anonymous = getattr(os, "O_TMPFILE", os.O_DIRECTORY)
+    try:
+        return os.open(directory, anonymous | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in _NO_TMPFILE:
+            raise
+    name = os.path.join(directory, f"spill-{secrets.token_hex(6)}.bin")
+    fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    os.unlink(name)
+    return fd
+
+
+def _round_trips(fd: int, alignment: int) -> bool:
+    """Write a pattern from memory aligned to exactly ``alignment`` bytes and read it back into such memory."""
+    memory = aligned_memory(4 * _PROBE_NBYTES)
+    view = memory.view()
+    source = view[alignment : alignment + _PROBE_NBYTES]
+    target = view[2 * _PROBE_NBYTES + alignment : 3 * _PROBE_NBYTES + alignment]
+    pattern = secrets.token_bytes(_PROBE_NBYTES)
+    ctypes.memmove(memory.address + alignment, pattern, _PROBE_NBYTES)
+    if os.pwritev(fd, [source], 0) != _PROBE_NBYTES or os.preadv(fd, [target], 0) != _PROBE_NBYTES:
+        return False
+    return bytes(target) == pattern
+
+
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())

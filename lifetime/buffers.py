@@ -1,0 +1,44 @@
+"""Memory that a runtime holds outside any tensor, made visible to recorders.
+
+Covers the announcement of raw buffers (recycled slabs, staging) and of the storages that lie on them. It counts
+nothing itself (recorders do). The rule: a byte is counted once, on the buffer while it exists, never again on a
+storage that was built on it.
+"""
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+
+_buffers: dict[int, tuple[weakref.ref[object], int]] = {}
+_storages_on_buffers: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+
+def announce_buffer(owner: object, nbytes: int) -> None:
+    """Say that `owner`, which must allow weak references, holds `nbytes` of device memory for as long as it lives."""
+    key = id(owner)
+    _buffers[key] = (weakref.ref(owner, lambda _: _buffers.pop(key, None)), nbytes)
+
+
+def announce_storage_on_buffer(storage: torch.UntypedStorage) -> None:
+    """Say that the bytes of `storage` belong to an announced buffer."""
+    key = storage._cdata
+    _storages_on_buffers[key] = weakref.ref(storage, lambda _: _storages_on_buffers.pop(key, None))
+
+
+def lies_on_buffer(storage: torch.UntypedStorage) -> bool:
+    """Whether the bytes of `storage` are already counted on an announced buffer."""
+    return storage._cdata in _storages_on_buffers
+
+
+def live_buffers() -> Iterator[tuple[object, int]]:
+    """The announced buffers that are alive, each with its size in bytes."""
+    for ref, nbytes in list(_buffers.values()):
+        owner = ref()
+        if owner is not None:
+            yield owner, nbytes
+
+
+def buffers_nbytes() -> int:
+    """Bytes of all announced buffers that are alive."""
+    return sum(nbytes for _, nbytes in list(_buffers.values()))

@@ -1,0 +1,210 @@
+"""Births and deaths of storages, seen through weak references.
+
+Covers identity (one number a storage, whatever views are made of it), live bytes and their peak. It does not watch
+operations (``recorder`` does). The rule: a storage is known by its object, never by an address that may be reused; the
+weak reference on the storage fires exactly when the memory dies, whoever held it last.
+
+A runtime that moves a storage away *detains* it: the death of its memory is then not the death of the storage, which
+lives on as the same number until it is let go.
+"""
+
+import threading
+import weakref
+from functools import partial
+
+import torch
+
+from lifetime.events import StorageKind
+from lifetime.strings import StringTable
+
+ALIVE = -2
+"""Value of ``death_op`` while a storage lives."""
+
+_dtype_names: dict[torch.dtype, str] = {}
+
+
+class StorageTracker:
+    """The storages of one recording.
+
+    Thread safety: deaths may be reported from any thread; everything else from the recording thread.
+
+    Invariants: ``live_nbytes`` equals the sum over storages whose ``death_op`` is `ALIVE`. A storage that is alive has a
+    memory (at least one) or is detained.
+    """
+
+    def __init__(self, strings: StringTable) -> None:
+        self._strings = strings
+        self.name: list[int] = []
+        self.kind: list[StorageKind] = []
+        self.nbytes: list[int] = []
+        self.dtype: list[int] = []
+        self.birth_op: list[int] = []
+        self.death_op: list[int] = []
+        self.freeable_event: list[int] = []
+        self.shape: list[tuple[int, ...]] = []
+        self.num_ops = 0
+        """Operations begun so far: the moment that a birth or a death is stamped with."""
+        self.live_nbytes = 0
+        self.peak_nbytes = 0
+        self.dead_nbytes = 0
+        """Bytes of all storages that have died."""
+        self._index_by_cdata: dict[int, int] = {}
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._num_memories: list[int] = []  # memories that carry the storage now: two while it is read back early
+        self._memory_nbytes: list[int] = []  # size of the memory, also where it counts as 0
+        self._detained: set[int] = set()
+        self._filled_at: dict[int, int] = {}  # cdata of an emptied memory -> operations begun when it grew again
+        self._watching = True
+        self._lock = threading.RLock()
+
+    def index(self, storage: torch.UntypedStorage) -> int | None:
+        """Number of a storage that is known and alive, else None."""
+        return self._index_by_cdata.get(storage._cdata)
+
+    def add(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, birth_op: int, kind: StorageKind, *, nbytes: int
+    ) -> int:
+        """Register a storage that is not known yet; `tensor` gives its dtype and shape.
+
+        Args:
+            tensor: Any tensor on it.
+            storage: Not known yet.
+            birth_op: The operation that made it, -1 when it existed before.
+            kind: What it holds, as far as known.
+            nbytes: The bytes to count: its size, or 0 when they are counted elsewhere.
+        """
+        dtype = tensor.dtype
+        name = _dtype_names.get(dtype) or _dtype_names.setdefault(dtype, str(dtype).removeprefix("torch."))
+        with self._lock:
+            filled_at = self._filled_at.pop(storage._cdata, None)
+            if filled_at is not None and birth_op < 0:
+                birth_op = filled_at
+            index = self._append(nbytes, birth_op, kind, name, tuple(tensor.shape))
+            self._memory_nbytes[index] = storage.nbytes()
+            self._watch(storage, index)
+        return index
+
+    def add_absent(self, nbytes: int, kind: StorageKind, dtype: str) -> int:
+        """Register a detained storage whose memory is elsewhere: it lives, and is counted, without a memory here."""
+        with self._lock:
+            index = self._append(nbytes, -1, kind, dtype, ())
+            self._detained.add(index)
+        return index
+
+    def detain(self, index: int) -> None:
+        """From now on the death of the memory of `index` is not the death of the storage."""
+        with self._lock:
+            if index >= 0 and self.death_op[index] == ALIVE:
+                self._detained.add(index)
+
+    def rebind(self, index: int, storage: torch.UntypedStorage) -> None:
+        """The detained storage `index` has a new memory, whatever that memory was known as before.
+
+        Raises:
+            ValueError: The storage has died, so nothing can carry it on.
+        """
+        with self._lock:
+            if self.death_op[index] != ALIVE:
+                raise ValueError(f"storage {index} died at operation {self.death_op[index]}: it takes no new memory")
+            self._detained.add(index)
+            self._watch(storage, index)
+
+    def let_go(self, index: int) -> None:
+        """End the detention: the storage dies now if its memory is gone, else with its memory."""
+        with self._lock:
+            if index in self._detained:
+                self._detained.remove(index)
+                if self._num_memories[index] == 0:
+                    self._bury(index)
+
+    def has_grown(self, index: int, storage: torch.UntypedStorage) -> None:
+        """Compare the size of the memory with the one last seen, and count what was added."""
+        nbytes = storage.nbytes()
+        known = self._memory_nbytes[index]
+        if nbytes <= known:
+            return
+        with self._lock:
+            self._memory_nbytes[index] = nbytes
+            if self.nbytes[index] == known:  # else its bytes are counted elsewhere
+                self.nbytes[index] = nbytes
+                if self.death_op[index] == ALIVE:
+                    self.live_nbytes += nbytes - known
+                    self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
+
+    def resized(self, storage: torch.UntypedStorage, old_nbytes: int) -> None:
+        """The program resized the memory of `storage`, which no operation shows.
+
+        Shrinking ends the storage's life; what grows from a shrunk or an empty memory is born then.
+        """
+        cdata, nbytes = storage._cdata, storage.nbytes()
+        with self._lock:
+            index = self._index_by_cdata.get(cdata)
+            if index is not None and nbytes >= old_nbytes:
+                self.has_grown(index, storage)
+            elif index is not None and index not in self._detained:
+                self._memory_died(cdata, index, None)
+                index = None
+            if index is None and nbytes > 0 and (nbytes < old_nbytes or old_nbytes == 0):
+                self._filled_at[cdata] = self.num_ops
+
+    def note_peak(self, dead_nbytes: int) -> int:
+        """Count a moment at which `dead_nbytes`, dead by now, were still live; gives the live bytes of that moment."""
+        level = self.live_nbytes + dead_nbytes
+        if level > self.peak_nbytes:
+            self.peak_nbytes = level
+        return level
+
+    def stop(self) -> None:
+        """Stop watching: no callback fires after this."""
+        with self._lock:
+            self._watching = False
+            self._refs.clear()
+            self._index_by_cdata.clear()
+
+    def _append(self, nbytes: int, birth_op: int, kind: StorageKind, dtype: str, shape: tuple[int, ...]) -> int:
+        index = len(self.nbytes)
+        self.name.append(0)
+        self.kind.append(kind)
+        self.nbytes.append(nbytes)
+        self.dtype.append(self._strings.number(dtype))
+        self.birth_op.append(birth_op)
+        self.death_op.append(ALIVE)
+        self.freeable_event.append(-1)
+        self.shape.append(shape)
+        self._num_memories.append(0)
+        self._memory_nbytes.append(nbytes)
+        self.live_nbytes += nbytes
+        if self.live_nbytes > self.peak_nbytes:
+            self.peak_nbytes = self.live_nbytes
+        return index
+
+    def _watch(self, storage: torch.UntypedStorage, index: int) -> None:
+        if not self._watching:
+            return
+        cdata = storage._cdata
+        before = self._index_by_cdata.get(cdata)
+        if before == index:
+            return
+        self._index_by_cdata[cdata] = index
+        self._refs[cdata] = weakref.ref(storage, partial(self._memory_died, cdata, index))
+        self._num_memories[index] += 1
+        if before is not None:  # its weak reference was just replaced, so its callback will not come
+            self._lose_memory(before)
+
+    def _memory_died(self, cdata: int, index: int, _: object) -> None:
+        with self._lock:
+            if self._index_by_cdata.get(cdata) == index:
+                del self._index_by_cdata[cdata]
+                self._refs.pop(cdata, None)
+            self._lose_memory(index)
+
+    def _lose_memory(self, index: int) -> None:
+        self._num_memories[index] -= 1
+        if self._num_memories[index] == 0 and index not in self._detained:
+            self._bury(index)
+
+    def _bury(self, index: int) -> None:
+        if self.death_op[index] == ALIVE:
+            self.death_op[index] = self.num_ops
+            self.live_nbytes -= self.nbytes[index]
+            self.dead_nbytes += self.nbytes[index]

@@ -1,0 +1,1 @@
+"""Carrying a plan out: hooks, residency of storages, moves, admission of unknown iterations, the chunked step."""

@@ -1,0 +1,330 @@
+"""The migration engine: the one place that starts, ends and undoes moves of saved storages.
+
+Covers records, the books of what is resident, and waiting. When to move is decided by the modes (``modes``), where bytes
+go by the store. The rules:
+
+- What is resident = what the program would hold without teraio, less the *absent* storages, plus all slabs, plus memory
+  that a running write still holds after its storage died. One formula for every mode; only the first term differs.
+- Memory for a reload is counted before it is taken.
+- A storage is written only when nothing but saved tensors holds it, so that no later change can be missed.
+- Every wait has a timeout that names what it waited for.
+"""
+
+import sys
+import threading
+import time
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from io_backend import BackendError, CorruptExtentError, Priority, Store, Ticket
+from teraio.errors import OffloadError, OffloadTimeout
+from teraio.runtime.buffers import SlabPool, capacity_nbytes
+from teraio.runtime.events import EventLog
+from teraio.runtime.residency import Record, Remains, State
+
+MakeRoom = Callable[[int], None]
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+# References to a storage that the record alone holds: its slot, and the argument of getrefcount itself.
+_OWN_REFERENCES = 2
+
+
+class Engine:
+    """Moves saved storages between memory and the store.
+
+    Thread safety: all methods take ``lock``; records may die anywhere, see `Record`.
+
+    Invariants: ``absent_nbytes`` is the sum over live records with ``absent``; a record in OFFLOADING is in
+    ``offloading``, one in RELOADING in ``reloading``.
+    """
+
+    def __init__(self, store: Store, budget_nbytes: int, log: EventLog, *, io_timeout_s: float, verify: bool) -> None:
+        self.store = store
+        self.budget_nbytes = budget_nbytes
+        self.log = log
+        self.lock = threading.RLock()
+        self.pool = SlabPool()
+        self.remains: deque[Remains] = deque()
+        self.offloading: deque[Record] = deque()
+        self.reloading: deque[Record] = deque()
+        self.absent_nbytes = 0
+        self.peak_nbytes = 0
+        self.stall_s = 0.0
+        self.last_failure: BaseException | None = None
+        self.on_death: Callable[[Remains], None] = lambda remains: None
+        """Told of each dead record, while the books are tidied."""
+        self._io_timeout_s = io_timeout_s
+        self._verify = verify
+        self._by_cdata: dict[int, weakref.ref[Record]] = {}
+        self._all: dict[int, weakref.ref[Record]] = {}
+        self._lingering: list[tuple[Ticket, int]] = []
+        self._lingering_nbytes = 0
+
+    # --- records -----------------------------------------------------------------------------------------------------
+
+    def find(self, storage: torch.UntypedStorage) -> Record | None:
+        """The record of a storage that is in memory, if it has one."""
+        ref = self._by_cdata.get(storage._cdata)
+        return ref() if ref is not None else None
+
+    def adopt(self, storage: torch.UntypedStorage, nbytes: int, dtype: torch.dtype) -> Record:
+        """A new record for a storage that has none."""
+        record = Record(self, storage, nbytes, dtype)
+        ref = weakref.ref(record)
+        self._by_cdata[record.cdata] = self._all[record.serial] = ref
+        return record
+
+    def all_records(self) -> list[Record]:
+        """All live records, oldest first, wherever their bytes are."""
+        return [record for ref in list(self._all.values()) if (record := ref()) is not None]
+
+    @property
+    def num_records(self) -> int:
+        """Number of live records, those that died and were not tidied yet included."""
+        return len(self._all)
+
+    # --- the books ---------------------------------------------------------------------------------------------------
+
+    def resident_nbytes(self, plain_nbytes: int) -> int:
+        """Bytes resident now, when the program without teraio would hold `plain_nbytes`."""
+        return plain_nbytes - self.absent_nbytes + self.pool.total_nbytes + self._lingering_nbytes
+
+    def note_peak(self, plain_nbytes: int) -> None:
+        """Take the present level into the peak."""
+        self.peak_nbytes = max(self.peak_nbytes, self.resident_nbytes(plain_nbytes))
+
+    def tidy(self) -> None:
+        """Bury dead records, take ended transfers and returned slabs into the books. Cheap when nothing happened."""
+        while self.remains:
+            self._bury(self.remains.popleft())
+        while self.offloading and (ticket := self.offloading[0].ticket) is not None and ticket.done():
+            self._end_offload(self.offloading.popleft())
+        if self._lingering:
+            self._lingering = [(ticket, n) for ticket, n in self._lingering if not ticket.done()]
+            self._lingering_nbytes = sum(n for _, n in self._lingering)
+        self.pool.drain()
+
+    def _bury(self, remains: Remains) -> None:
+        self._all.pop(remains.serial, None)
+        if (ref := self._by_cdata.get(remains.cdata)) is not None and ref() is None:
+            del self._by_cdata[remains.cdata]
+        if remains.absent:
+            self.absent_nbytes -= remains.nbytes
+        ticket = remains.ticket
+        if ticket is not None and not ticket.done() and not ticket.cancel() and remains.state is State.OFFLOADING:
+            self._lingering.append((ticket, remains.nbytes))
+            self._lingering_nbytes += remains.nbytes
+        if remains.extent is not None:
+            self.store.free(remains.extent)
+        self.on_death(remains)
+
+    # --- offload -----------------------------------------------------------------------------------------------------
+
+    def is_free(self, record: Record) -> bool:
+        """Whether nothing but the record holds the storage, so that its memory can be given back.
+
+        Where this torch cannot count a storage's holders the answer is a guess; `release` then finds out.
+        """
+        storage = record.storage
+        if storage is None:
+            return False
+        if _use_count is None:
+            return True
+        # `storage` here is one more reference than the record's own.
+        return sys.getrefcount(storage) <= _OWN_REFERENCES + 1 and _use_count(storage._cdata) <= 1
+
+    def start_offload(self, record: Record, *, release: bool, priority: Priority = Priority.BACKGROUND) -> bool:
+        """Start writing a resident storage that is free; gives False when it cannot be started now."""
+        if record.state is State.CLEAN:
+            record.release_wanted = record.release_wanted or release
+            return not release or self.release(record)
+        if record.state is not State.RESIDENT or record.unwritable or not self.is_free(record):
+            return False
+        storage = record.storage
+        assert storage is not None
+        try:
+            record.extent = self.store.allocate(record.nbytes)
+            if self._verify:
+                record.checksum = _checksum(storage)
+            record.ticket = self.store.write(storage, record.extent, priority=priority)
+        except BackendError as error:
+            self._fail_offload(record, error)
+            return False
+        record.release_wanted = release
+        record.move_to(State.OFFLOADING)
+        self.offloading.append(record)
+        return True
+
+    def _end_offload(self, record: Record) -> None:
+        ticket = record.ticket
+        assert ticket is not None
+        record.ticket = None
+        error = ticket.exception()
+        if error is not None:
+            record.move_to(State.RESIDENT)
+            self._fail_offload(record, error)
+            return
+        record.move_to(State.CLEAN)
+        if record.release_wanted:
+            self.release(record)
+
+    def _fail_offload(self, record: Record, error: BaseException) -> None:
+        """The storage stays in memory; a cancelled write is not a failure of the device."""
+        if record.extent is not None:
+            self.store.free(record.extent)
+            record.extent = None
+        record.unwritable = True
+        self.last_failure = error
+        self.log.add(f"a write to the spill directory failed, the tensor stays in memory: {error}", level=30)
+
+    def release(self, record: Record) -> bool:
+        """Give the memory of a clean storage back; gives False when something else still holds it."""
+        storage = record.storage
+        if record.state is not State.CLEAN or storage is None:
+            return False
+        watch = weakref.ref(storage)
+        record.storage = None
+        del storage
+        still_held = watch()
+        if still_held is not None:  # dropping our reference did not free it: take it back
+            record.storage = still_held
+            return False
+        self._by_cdata.pop(record.cdata, None)
+        record.move_to(State.OFFLOADED)
+        record.release_wanted = False
+        record.on_slab = False
+        if not record.absent:
+            record.absent = True
+            self.absent_nbytes += record.nbytes
+        self.pool.drain()
+        return True
+
+    # --- reload ------------------------------------------------------------------------------------------------------
+
+    def reload_cost_nbytes(self, record: Record) -> int:
+        """New memory that a reload of `record` would take."""
+        return 0 if self.pool.idle_fits(record.nbytes) else capacity_nbytes(record.nbytes)
+
+    def start_reload(self, record: Record, priority: Priority) -> bool:
+        """Set memory aside and start reading an offloaded storage; the caller has made room."""
+        if record.state is not State.OFFLOADED:
+            return False
+        assert record.extent is not None
+        storage = self.pool.allocate(record.nbytes)
+        try:
+            ticket = self.store.read(record.extent, storage, priority=priority)
+        except BackendError as error:
+            raise OffloadError(f"{record} could not be read back, it stays on the SSD: {error}") from error
+        record.move_to(State.RELOADING)
+        record.storage, record.ticket = storage, ticket
+        self.reloading.append(record)
+        return True
+
+    def fetch(self, record: Record, make_room: MakeRoom) -> torch.UntypedStorage:
+        """The storage in memory, at once where it is, else after reading it: compute waits for this.
+
+        Raises:
+            OffloadError: The read failed; the storage stays on the SSD with its bytes.
+            OffloadTimeout: The read did not end in time; it stays on the SSD with its bytes.
+        """
+        if record.state is State.OFFLOADING and record.ticket is not None and record.ticket.cancel():
+            self._undo_offload(record)
+        if record.state is State.OFFLOADED:
+            make_room(self.reload_cost_nbytes(record))
+            self.start_reload(record, Priority.URGENT)
+        if record.state is State.RELOADING:
+            assert record.ticket is not None
+            if not record.ticket.done():
+                record.ticket.raise_priority(Priority.URGENT)
+            self._end_reload(record)
+        assert record.storage is not None
+        return record.storage
+
+    def _undo_offload(self, record: Record) -> None:
+        """The write had not started: the storage is used again first."""
+        self.offloading.remove(record)
+        record.ticket = None
+        record.move_to(State.RESIDENT)
+        if record.extent is not None:
+            self.store.free(record.extent)
+            record.extent = None
+
+    def _end_reload(self, record: Record) -> None:
+        ticket, storage = record.ticket, record.storage
+        assert ticket is not None and storage is not None
+        self.reloading.remove(record)
+        record.ticket = None
+        try:
+            self.wait(ticket, record)
+            if record.checksum is not None and _checksum(storage) != record.checksum:
+                raise CorruptExtentError(5, f"{record}: its bytes changed on the SSD (extent {record.extent})")
+        except BaseException as error:
+            record.move_to(State.OFFLOADED)
+            record.storage = None
+            if isinstance(error, BackendError):
+                raise OffloadError(f"{record} could not be read back, it stays on the SSD: {error}") from error
+            raise
+        record.move_to(State.CLEAN)
+        record.on_slab = True
+        record.cdata = storage._cdata
+        self._by_cdata[record.cdata] = weakref.ref(record)
+
+    # --- waiting -----------------------------------------------------------------------------------------------------
+
+    def wait(self, ticket: Ticket, record: Record) -> None:
+        """Wait for a transfer; the time counts as stall.
+
+        Raises:
+            OffloadTimeout: It did not end within the configured time.
+            BackendError: It failed.
+        """
+        if not ticket.done():
+            start_s = time.perf_counter()
+            try:
+                ticket.wait(self._io_timeout_s)
+            except TimeoutError as error:
+                raise OffloadTimeout(f"{record}: no end after {self._io_timeout_s} s: {error}") from error
+            finally:
+                self.stall_s += time.perf_counter() - start_s
+        else:
+            ticket.wait(0)
+
+    def wait_for_one_offload(self) -> bool:
+        """Wait until the oldest running write has ended, well or not; gives False when none is running."""
+        if not self.offloading:
+            return False
+        record = self.offloading[0]
+        if record.ticket is not None:
+            try:
+                self.wait(record.ticket, record)
+            except (BackendError, OSError) as error:
+                if isinstance(error, TimeoutError):
+                    raise
+        self.tidy()
+        return True
+
+    def wait_for_lingering(self) -> bool:
+        """Wait for a running write of a storage that has died meanwhile; gives False when there is none."""
+        if not self._lingering:
+            return False
+        ticket, _ = self._lingering[0]
+        start_s = time.perf_counter()
+        try:
+            ticket.wait(self._io_timeout_s)
+        except TimeoutError as error:
+            raise OffloadTimeout(f"a write of a dead storage has not ended: {error}") from error
+        except BackendError:
+            pass  # its bytes are of no use to anyone any more
+        finally:
+            self.stall_s += time.perf_counter() - start_s
+        self.tidy()
+        return True
+
+
+def _checksum(storage: torch.UntypedStorage) -> int:
+    array = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).numpy()
+    return zlib.crc32(np.ascontiguousarray(array))

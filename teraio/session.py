@@ -1,0 +1,441 @@
+"""The context manager: what users open, ask, and close.
+
+Covers arguments, the order of starting and stopping, and the report. Recording and planning are wired in
+``iterations``; moving is the engine's. The rules: `offload` activates nothing before ``__enter__``; leaving takes every
+hook away; the store lives until the last tensor that was saved inside has died, so a backward pass after the block works.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from io_backend import BackendConfig, Store, open_store
+from lifetime import EventKind, Trace
+from teraio.budget import default_budget_nbytes
+from teraio.config import Config
+from teraio.errors import ConfigError, InfeasibleBudgetError
+from teraio.iterations import Iterations, StepRecord
+from teraio.planner.plan import Limits, Plan
+from teraio.planner.policies import POLICIES
+from teraio.report import Report
+from teraio.runtime import process_memory
+from teraio.runtime.engine import Engine
+from teraio.runtime.events import EventLog
+from teraio.runtime.hooks import SavedTensorHooks
+from teraio.runtime.optimizer_step import ChunkedStep, can_be_chunked
+from teraio.sizes import format_nbytes, parse_nbytes
+from teraio.state_size import state_nbytes
+
+_KINDS = {"activation", "parameter", "gradient", "optimizer"}
+_KEEP_ALL = 1 << 62
+"""Least size that may leave under the policy ``keep``: nothing is that large."""
+
+OneOrMore = Any
+Budget = int | str | Mapping[Any, int | str] | None
+
+
+def offload(
+    model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    budget: Budget = None,
+    spill: str | Path | Sequence[str | Path] | None = None,
+    kinds: str | Iterable[str] = "auto",
+    policy: str | Path | Plan = "planned",
+    host_budget: int | str = 0,
+    backend: str = "auto",
+    trace_to: str | Path | None = None,
+    verify: bool = False,
+    config: Config | str | Path | None = None,
+) -> "Session":
+    """Train within a memory budget: a context to put round the training loop.
+
+    Nothing is activated before the ``with``. Inside, tensors that autograd saves leave for the SSD while they are idle
+    and come back before they are used; losses, gradients and weights stay what they were, bit for bit.
+
+    Args:
+        model: The module that is trained, or several. Without one, iterations run from one optimizer step to the next.
+        optimizer: Its optimizer, or several; known ones are stepped in chunks.
+        budget: Bytes of tensor storage on the training device at any time, model and optimizer included: a number, a
+            text like ``"6GiB"``, or one per device. Default: 0.9 of what is free and already held, over the local ranks.
+        spill: Directory on the SSD, or one for each SSD. Default: ``$TERAIO_SPILL``, else the user's cache directory.
+        kinds: What may leave. This version moves activations: ``"auto"`` or ``{"activation"}``.
+        policy: ``"planned"``, ``"evict_all"``, ``"keep"``, a `Plan`, or the path of a plan file.
+        host_budget: Bytes of the host tier; must be 0 in this version.
+        backend: ``"auto"`` or ``"posix"``; ``"kvikio"`` needs the extra and a GPU.
+        trace_to: File to write the trace to, after the second completed iteration.
+        verify: Check every byte that comes back against a checksum. Slower.
+        config: Further settings, or the path of a TOML file with them.
+
+    Raises:
+        ConfigError: An argument is wrong.
+        InfeasibleBudgetError: The state of model and optimizer alone exceeds the budget.
+
+    Example:
+        >>> with teraio.offload(model, optimizer, budget="6GiB", spill="/mnt/nvme0") as session:
+        ...     for batch in loader:
+        ...         model(batch).loss.backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> print(session.report())
+    """
+    models, optimizers = (
+        _as_list(model, torch.nn.Module, "model"),
+        _as_list(optimizer, torch.optim.Optimizer, "optimizer"),
+    )
+    settings = config if isinstance(config, Config) else Config() if config is None else Config.load(config)
+    if not isinstance(settings, Config):
+        raise ConfigError(f"config must be a teraio.Config or the path of a TOML file, got {config!r}")
+    _check_kinds(kinds)
+    if parse_nbytes(host_budget, name="host_budget") != 0:
+        raise ConfigError(
+            f"host_budget must be 0 bytes in this version (there is no host tier yet), got {host_budget!r}"
+        )
+    if backend not in ("auto", "posix", "kvikio"):
+        raise ConfigError(f"backend must be 'auto', 'posix' or 'kvikio', got {backend!r}")
+    _check_device(models)
+    held_nbytes = state_nbytes(models, optimizers)
+    budget_nbytes = _budget_nbytes(budget, held_nbytes)
+    if held_nbytes > budget_nbytes:
+        raise InfeasibleBudgetError(
+            f"the budget is {format_nbytes(budget_nbytes)}, but the state of model and optimizer alone takes "
+            f"{format_nbytes(held_nbytes)} and stays resident: raise the budget to more than that",
+            floor_nbytes=held_nbytes,
+        )
+    return Session(
+        models,
+        optimizers,
+        budget_nbytes=budget_nbytes,
+        spill=_spill_directories(spill),
+        policy=_resolve_policy(policy),
+        backend=backend,
+        trace_to=None if trace_to is None else Path(trace_to),
+        verify=verify,
+        config=settings,
+    )
+
+
+class Session:
+    """What `offload` gives: a context manager, and a view on what goes on inside.
+
+    Thread safety: use it from the training thread. It can be entered once.
+    """
+
+    def __init__(
+        self,
+        models: list[torch.nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+        *,
+        budget_nbytes: int,
+        spill: list[Path],
+        policy: str | Plan,
+        backend: str,
+        trace_to: Path | None,
+        verify: bool,
+        config: Config,
+    ) -> None:
+        self._models = models
+        self._optimizers = optimizers
+        self._budget_nbytes = budget_nbytes
+        self._spill = spill
+        self._policy = policy
+        self._backend = backend
+        self._trace_to = trace_to
+        self._verify = verify
+        self._config = config
+        self._log = EventLog()
+        self._callbacks: list[Callable[[StepRecord], object]] = []
+        self._chunked: list[ChunkedStep] = []
+        self._entered = False
+        self._open = False
+        self._final: Report | None = None
+        self._base_rss_nbytes = 0
+        self._unseen_nbytes = 0
+
+    # --- entering and leaving ----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        """Open the store and take up the hooks.
+
+        Raises:
+            SpillDirectoryError: The spill directory cannot be used; nothing was started.
+            BackendUnavailableError: The backend asked for is not there; nothing was started.
+        """
+        if self._entered:
+            raise ConfigError("this session was entered before: call teraio.offload again for another one")
+        store = self._open_store()
+        self._entered = True
+        if not process_memory.huge_pages_work():
+            self._log.add(
+                "large CPU tensors do not lie on huge pages, which makes transfers copy and memory slower: import teraio "
+                "before the first tensor is made, or set THP_MEM_ALLOC_ENABLE=1"
+            )
+        if not process_memory.use_exact_malloc():
+            self._log.add("this C library has no mallopt: freed memory may stay with the process for a while")
+        min_nbytes = _KEEP_ALL if self._policy == "keep" else self._config.min_nbytes
+        self._engine = Engine(
+            store, self._budget_nbytes, self._log, io_timeout_s=self._config.io_timeout_s, verify=self._verify
+        )
+        self._hooks = SavedTensorHooks(self._engine, min_nbytes=min_nbytes, device=torch.device("cpu"))
+        self._iterations = Iterations(
+            self._engine,
+            self._hooks,
+            self._models,
+            self._optimizers,
+            policy=self._policy,
+            limits=Limits(self._budget_nbytes, min_nbytes),
+            strict_plan=self._config.strict_plan,
+            on_step=self._stepped,
+        )
+        self._base_rss_nbytes = process_memory.anon_rss_nbytes() - state_nbytes(self._models, self._optimizers)
+        self._chunk_steps()
+        self._hooks.install()
+        self._iterations.install()
+        self._open = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take all hooks away and release the store, at once or when the last saved tensor dies. Idempotent."""
+        if not self._open:
+            return
+        self._open = False
+        self._hooks.uninstall()
+        self._iterations.uninstall()
+        for chunked in self._chunked:
+            chunked.uninstall()
+        engine = self._engine
+        with engine.lock:
+            while engine.wait_for_one_offload():
+                pass
+            engine.tidy()
+            engine.pool.trim(engine.pool.idle_nbytes)
+        self._final = self.report()
+        if engine.num_records == 0:
+            engine.store.close()
+        # Else saved tensors hold their records, records hold the engine, and the engine the store, until they die.
+        del self._engine, self._hooks
+        process_memory.use_default_malloc()
+
+    def _open_store(self) -> Store:
+        for directory in self._spill:
+            if directory == default_spill_directory():
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        config = BackendConfig(
+            max_spill_nbytes=self._config.max_spill_nbytes,
+            allow_unsafe_spill=self._config.allow_unsafe_spill,
+            io_timeout_s=self._config.io_timeout_s,
+        )
+        return open_store(self._spill, config=config, backend=self._backend)
+
+    def _chunk_steps(self) -> None:
+        for optimizer in self._optimizers:
+            if can_be_chunked(optimizer):
+                chunked = ChunkedStep(optimizer, self._chunk, self._config.optimizer_chunk_nbytes)
+                chunked.install()
+                self._chunked.append(chunked)
+            else:
+                self._log.add(
+                    f"{type(optimizer).__name__} is not known to update each parameter on its own: its step is left whole"
+                )
+
+    def _chunk(self) -> None:
+        self._hooks.tick(EventKind.OPTIMIZER_CHUNK)
+
+    def _stepped(self) -> None:
+        grown = process_memory.anon_rss_nbytes() - self._base_rss_nbytes
+        state = state_nbytes(self._models, self._optimizers)
+        self._unseen_nbytes = max(self._unseen_nbytes, grown - state - self._engine.pool.total_nbytes)
+        if self._trace_to is not None and self._iterations.completed >= 2 and self.trace is not None:
+            self.trace.save(self._trace_to)
+            self._trace_to = None
+        self._check_wear()
+        for callback in self._callbacks:
+            callback(self._iterations.steps[-1])
+
+    def _check_wear(self) -> None:
+        limit = self._config.max_write_tb_per_day
+        step = self._iterations.steps[-1]
+        if limit is not None and step.planned and step.step_s > 0:
+            tb_per_day = step.written_nbytes / step.step_s * 86400 / 1e12
+            if tb_per_day > limit:
+                self._log.add(f"writes go above max_write_tb_per_day = {limit:g}: raise the budget to write less")
+
+    # --- while running -----------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Say that an iteration ends here; once used, nothing else ends one."""
+        self._require_open("step")
+        self._iterations.manual_boundary()
+
+    def on_step(self, callback: Callable[[StepRecord], object]) -> None:
+        """Call ``callback(step)`` after each completed iteration, on the training thread."""
+        self._callbacks.append(callback)
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """Figures of the last completed iteration, None before the first."""
+        steps = self._iterations.steps if self._entered else ()
+        return steps[-1] if steps else None
+
+    @property
+    def trace(self) -> Trace | None:
+        """The last recorded iteration, None before the first."""
+        return self._iterations.trace if self._entered else None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force, None while iterations are still being learnt."""
+        return self._iterations.plan if self._entered else None
+
+    def set_budget(self, budget: Budget) -> None:
+        """Another budget from the next iteration on.
+
+        Raises:
+            ConfigError: Not a size.
+            InfeasibleBudgetError: The state alone exceeds it; the old budget stays.
+        """
+        self._require_open("set_budget")
+        held_nbytes = state_nbytes(self._models, self._optimizers)
+        budget_nbytes = _budget_nbytes(budget, held_nbytes)
+        if held_nbytes > budget_nbytes:
+            raise InfeasibleBudgetError(
+                f"the new budget is {format_nbytes(budget_nbytes)}, but the state of model and optimizer alone takes "
+                f"{format_nbytes(held_nbytes)}: the budget stays {format_nbytes(self._budget_nbytes)}",
+                floor_nbytes=held_nbytes,
+            )
+        self._budget_nbytes = budget_nbytes
+        self._iterations.set_budget(budget_nbytes)
+
+    @contextmanager
+    def materialize(self) -> Iterator[None]:
+        """A context in which all state of model and optimizer is resident. In this version it always is."""
+        yield
+
+    def save(self, path: str | Path) -> None:
+        """Write the state of models and optimizers with ``torch.save``: lists under ``"model"`` and ``"optimizer"``."""
+        with self.materialize():
+            state = {
+                "model": [model.state_dict() for model in self._models],
+                "optimizer": [optimizer.state_dict() for optimizer in self._optimizers],
+            }
+            torch.save(state, path)
+
+    def report(self) -> Report:
+        """What happened so far; after the block, what happened inside.
+
+        Raises:
+            ConfigError: The session was never entered.
+        """
+        if self._final is not None:
+            return self._final
+        if not self._entered:
+            raise ConfigError("the session has not been entered yet: there is nothing to report")
+        engine, iterations = self._engine, self._iterations
+        totals = engine.store.statistics()
+        step_s, stall_s = iterations.median("step_s"), iterations.median("stall_s")
+        predicted = iterations.plan.predicted if iterations.plan is not None else None
+        if iterations.completed and self._hooks.num_packed == 0:
+            self._log.add("no tensor was saved inside the block: hooks see only the thread that entered it")
+        return Report(
+            iterations=iterations.completed,
+            budget_nbytes=self._budget_nbytes,
+            peak_nbytes=engine.peak_nbytes,
+            unlimited_peak_nbytes=iterations.unlimited_peak_nbytes,
+            unseen_nbytes=max(0, self._unseen_nbytes),
+            written_nbytes=totals.written_nbytes,
+            read_nbytes=totals.read_nbytes,
+            stall_s=engine.stall_s,
+            written_nbytes_per_step=int(iterations.median("written_nbytes")),
+            read_nbytes_per_step=int(iterations.median("read_nbytes")),
+            stall_s_per_step=stall_s,
+            step_s=step_s,
+            step_times_s=tuple(step.step_s for step in iterations.steps),
+            fraction_of_ideal=max(0.0, 1 - stall_s / step_s) if step_s > 0 else 1.0,
+            predicted_step_s=predicted.step_s if predicted else 0.0,
+            predicted_peak_nbytes=predicted.peak_nbytes if predicted else 0,
+            paths=dict(totals.paths),
+            skipped=dict(self._hooks.skipped_nbytes),
+            events=tuple(self._log.texts()),
+        )
+
+    def _require_open(self, what: str) -> None:
+        if not self._open:
+            raise ConfigError(f"session.{what}() works only inside the with block")
+
+
+def default_spill_directory() -> Path:
+    """Where spill files go when nothing is said: ``$TERAIO_SPILL``, else ``teraio`` in the user's cache directory."""
+    given = os.environ.get("TERAIO_SPILL")
+    if given:
+        return Path(given)
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "teraio"
+
+
+def _spill_directories(spill: str | Path | Sequence[str | Path] | None) -> list[Path]:
+    if spill is None:
+        return [default_spill_directory()]
+    directories = [spill] if isinstance(spill, (str, os.PathLike)) else list(spill)
+    if not directories or not all(isinstance(directory, (str, os.PathLike)) for directory in directories):
+        raise ConfigError(f"spill must be a directory or a list of directories, got {spill!r}")
+    return [Path(directory) for directory in directories]
+
+
+def _resolve_policy(policy: str | Path | Plan) -> str | Plan:
+    if isinstance(policy, Plan) or policy in POLICIES:
+        return policy  # type: ignore[return-value]
+    path = Path(policy)
+    if path.is_file():
+        return Plan.load(path)
+    raise ConfigError(
+        f"policy must be one of {', '.join(sorted(POLICIES))}, a teraio.Plan, or a plan file, got {str(policy)!r}"
+    )
+
+
+def _check_kinds(kinds: str | Iterable[str]) -> None:
+    if kinds == "auto":
+        return
+    chosen = {kinds} if isinstance(kinds, str) else set(kinds)
+    if not chosen <= _KINDS:
+        raise ConfigError(f"kinds must be 'auto' or a set of {sorted(_KINDS)}, got {sorted(chosen - _KINDS)}")
+    if chosen != {"activation"}:
+        raise ConfigError(f"kinds must be 'auto' or {{'activation'}} in this version, got {sorted(chosen)}")
+
+
+def _check_device(models: list[torch.nn.Module]) -> None:
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.device.type != "cpu":
+                raise ConfigError(
+                    f"parameter {name} is on {parameter.device}: this version offloads on the CPU only, where memory is "
+                    "the fast tier; move the model to 'cpu'"
+                )
+
+
+def _budget_nbytes(budget: Budget, held_nbytes: int) -> int:
+    if budget is None:
+        return default_budget_nbytes(held_nbytes)
+    if isinstance(budget, Mapping):
+        devices = {str(device): size for device, size in budget.items()}
+        if set(devices) != {"cpu"}:
+            raise ConfigError(f"budget names devices {sorted(devices)}, expected just 'cpu' in this version")
+        return parse_nbytes(devices["cpu"], name="budget")
+    nbytes = parse_nbytes(budget, name="budget")
+    if nbytes == 0:
+        raise ConfigError("budget must be above 0 bytes")
+    return nbytes
+
+
+def _as_list(value: OneOrMore, kind: type[Any], name: str) -> list[Any]:
+    values = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+    for item in values:
+        if not isinstance(item, kind):
+            raise ConfigError(f"{name} must be a {kind.__name__} or a sequence of them, got {type(item).__name__}")
+    return values
