@@ -5,6 +5,7 @@ nothing itself (recorders do). The rule: a byte is counted once, on the buffer w
 storage that was built on it.
 """
 
+import threading
 import weakref
 from collections.abc import Iterator
 
@@ -12,16 +13,25 @@ import torch
 
 _buffers: dict[int, tuple[weakref.ref[object], int]] = {}
 _storages_on_buffers: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+_total_nbytes = 0
+_lock = threading.RLock()  # a weak reference may fire inside a guarded region of the same thread
 
 
 def announce_buffer(owner: object, nbytes: int) -> None:
-    """Say that `owner`, which must allow weak references, holds `nbytes` of device memory for as long as it lives."""
+    """Say that `owner`, which must allow weak references, holds `nbytes` of device memory for as long as it lives.
+
+    Announced again, it has its new size.
+    """
+    global _total_nbytes
     key = id(owner)
-    _buffers[key] = (weakref.ref(owner, lambda _: _buffers.pop(key, None)), nbytes)
+    with _lock:
+        _forget(key)
+        _buffers[key] = (weakref.ref(owner, lambda _: _forget(key)), nbytes)
+        _total_nbytes += nbytes
 
 
 def announce_storage_on_buffer(storage: torch.UntypedStorage) -> None:
-    """Say that the bytes of `storage` belong to an announced buffer."""
+    """Say that the bytes of `storage` belong to an announced buffer; recorders must not have seen it yet."""
     key = storage._cdata
     _storages_on_buffers[key] = weakref.ref(storage, lambda _: _storages_on_buffers.pop(key, None))
 
@@ -41,4 +51,12 @@ def live_buffers() -> Iterator[tuple[object, int]]:
 
 def buffers_nbytes() -> int:
     """Bytes of all announced buffers that are alive."""
-    return sum(nbytes for _, nbytes in list(_buffers.values()))
+    return _total_nbytes
+
+
+def _forget(key: int) -> None:
+    global _total_nbytes
+    with _lock:
+        known = _buffers.pop(key, None)
+        if known is not None:
+            _total_nbytes -= known[1]

@@ -4,6 +4,7 @@ Covers appending rows cheaply and turning them into arrays at the end. What the 
 appends them is ``recorder``.
 """
 
+from array import array
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -13,8 +14,9 @@ from lifetime.strings import StringTable
 from lifetime.trace import EventColumns, Int64Array, OpColumns, StorageColumns, Trace, UseColumns
 from lifetime.tracker import ALIVE, StorageTracker
 
-OpRow = tuple[int, int, int]
-EventRow = tuple[int, int, int, int, int, int, int, int]
+_OP_WIDTH = 6  # name, phase, module, start_ns, duration_ns, nbytes
+_USE_WIDTH = 3  # op, storage, written
+_EVENT_WIDTH = 8  # as EventColumns
 
 
 class TraceBuilder:
@@ -23,57 +25,52 @@ class TraceBuilder:
     def __init__(self, strings: StringTable, tracker: StorageTracker) -> None:
         self._strings = strings
         self._tracker = tracker
-        self._ops: list[OpRow] = []
-        self._start_ns: list[int] = []
-        self._duration_ns: list[int] = []
-        self._op_nbytes: list[int] = []
-        self._uses: list[tuple[int, int, int]] = []
-        self._events: list[EventRow] = []
+        # Flat arrays: rows as objects would make the garbage collector look at each of them again and again.
+        self._ops = array("q")
+        self._uses = array("q")
+        self._events = array("q")
 
     @property
     def num_events(self) -> int:
-        """Rows of events so far."""
-        return len(self._events)
+        """Ticks of the event clock so far."""
+        return len(self._events) // _EVENT_WIDTH
 
     def begin_op(self, name: str, phase: Phase, module: str) -> int:
         """Add an operation that is about to run; gives its position."""
-        row = len(self._ops)
-        self._ops.append((self._strings.number(name), phase, self._strings.number(module)))
-        self._start_ns.append(0)
-        self._duration_ns.append(0)
-        self._op_nbytes.append(0)
-        self._tracker.num_ops = row + 1
+        tracker, number = self._tracker, self._strings.number
+        row = tracker.num_ops
+        self._ops.extend((number(name), phase, number(module), 0, 0, 0))
+        tracker.num_ops = row + 1
         return row
 
-    def end_op(self, row: int, start_ns: int, end_ns: int) -> None:
-        """Stamp an operation that has run."""
-        self._start_ns[row] = start_ns
-        self._duration_ns[row] = end_ns - start_ns
-
-    def add_uses(self, row: int, uses: Mapping[int, bool]) -> None:
-        """Add the storages that operation `row` touched, each with whether it was written."""
-        self._uses.extend((row, storage, int(written)) for storage, written in uses.items())
-        self._op_nbytes[row] = sum(self._tracker.nbytes[storage] for storage in uses)
+    def end_op(self, row: int, start_ns: int, end_ns: int, uses: Mapping[int, bool]) -> None:
+        """Stamp an operation that has run, and add the storages that it touched, each with whether it was written."""
+        nbytes, total, add = self._tracker.nbytes, 0, self._uses.extend
+        for storage, written in uses.items():
+            add((row, storage, written))
+            total += nbytes[storage]
+        last = row * _OP_WIDTH + _OP_WIDTH - 1
+        self._ops[last] = total
+        self._ops[last - 1] = end_ns - start_ns
+        self._ops[last - 2] = start_ns
 
     def add_event(
         self, kind: EventKind, phase: Phase, micro_batch: int, ordinal: int, storage: int, nbytes: int, dtype: str
     ) -> int:
         """Add a tick of the event clock; gives its position."""
         number = self._strings.number(dtype)
-        self._events.append((kind, phase, micro_batch, ordinal, len(self._ops), storage, nbytes, number))
-        return len(self._events) - 1
+        row = self.num_events
+        self._events.extend((kind, phase, micro_batch, ordinal, self._tracker.num_ops, storage, nbytes, number))
+        return row
 
     def build(self, meta: dict[str, object]) -> Trace:
         """The finished trace."""
-        num_ops = len(self._ops)
         tracker = self._tracker
-        # Operations nest (one that calls another), so their uses arrive in order of ending: sort by beginning.
-        self._uses.sort(key=lambda use: use[0])
-        use = _table(self._uses, 3)
-        op = _table(self._ops, 3)
-        event = _table(self._events, 8)
-        zero = np.zeros(num_ops, dtype=np.int64)
-        start_ns = _column(self._start_ns)
+        num_ops = tracker.num_ops
+        name, phase, module, start_ns, duration_ns, nbytes = _table(self._ops, _OP_WIDTH)
+        # Operations on several threads end in another order than they begin: sort by beginning.
+        use_op, use_storage, use_written = _table(self._uses, _USE_WIDTH)
+        order = np.argsort(use_op, kind="stable")
         storages = StorageColumns(
             name=_column(tracker.name),
             kind=_column(tracker.kind),
@@ -87,17 +84,17 @@ class TraceBuilder:
         )
         return Trace(
             OpColumns(
-                name=op[0],
-                phase=op[1],
-                module=op[2],
+                name=name,
+                phase=phase,
+                module=module,
                 start_ns=start_ns - (start_ns[0] if num_ops else 0),
-                duration_ns=_column(self._duration_ns),
-                nbytes=_column(self._op_nbytes),
-                flops=zero,
+                duration_ns=duration_ns,
+                nbytes=nbytes,
+                flops=np.zeros(num_ops, dtype=np.int64),
             ),
             storages,
-            UseColumns(*use),
-            EventColumns(*event),
+            UseColumns(use_op[order], use_storage[order], use_written[order]),
+            EventColumns(*_table(self._events, _EVENT_WIDTH)),
             list(self._strings.texts),
             dict(meta),
         )
@@ -107,6 +104,6 @@ def _column(values: Iterable[int]) -> Int64Array:
     return np.fromiter((int(value) for value in values), dtype=np.int64)
 
 
-def _table(rows: list[tuple[int, ...]] | list[OpRow] | list[EventRow] | list[tuple[int, int, int]], width: int) -> list[Int64Array]:
-    table = np.array(rows, dtype=np.int64).reshape(len(rows), width)
+def _table(rows: "array[int]", width: int) -> list[Int64Array]:
+    table = np.array(rows, dtype=np.int64).reshape(-1, width)
     return [np.ascontiguousarray(table[:, i]) for i in range(width)]

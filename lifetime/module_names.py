@@ -3,6 +3,7 @@
 Covers a stack of names kept by global forward hooks. It changes no input or output.
 """
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,16 +12,21 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 
 class ModuleNames:
-    """The running modules, innermost last; modules outside the given models go by their class."""
+    """The running modules, innermost last; modules outside the given models go by their class.
+
+    Thread safety: hooks of modules are global; modules that other threads run are ignored, save autograd's threads.
+    """
 
     def __init__(self, models: Iterable[torch.nn.Module]) -> None:
         self._names = {id(module): name for model in models for name, module in model.named_modules()}
-        self._stack: list[str] = []
+        self._stack: list[tuple[int, str]] = []
         self._handles: list[Any] = []
+        self._thread = 0
         self.current = ""
 
     def start(self) -> None:
         """Install the hooks."""
+        self._thread = threading.get_ident()
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._exit, always_call=True),
@@ -33,8 +39,16 @@ class ModuleNames:
         self._handles = []
 
     def _enter(self, module: torch.nn.Module, _: Any) -> None:
-        self._stack.append(self.current)
-        self.current = self._names.get(id(module), type(module).__name__)
+        if threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1:
+            self._stack.append((id(module), self.current))
+            self.current = self._names.get(id(module), type(module).__name__)
 
-    def _exit(self, *_: Any) -> None:
-        self.current = self._stack.pop() if self._stack else ""
+    def _exit(self, module: torch.nn.Module, *_: Any) -> None:
+        if threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1:
+            # A module whose entry was not seen (a hook before ours raised) has nothing to leave; one whose exit was
+            # not seen is left with the module round it.
+            for i in reversed(range(len(self._stack))):
+                if self._stack[i][0] == id(module):
+                    self.current = self._stack[i][1]
+                    del self._stack[i:]
+                    break

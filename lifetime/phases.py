@@ -51,6 +51,10 @@ class PhaseClock:
             handle.remove()
         self._handles = []
 
+    def is_ours(self) -> bool:
+        """Whether the calling thread is the one that started, or one of autograd's."""
+        return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
+
     def phase(self) -> Phase:
         """What the program is doing now."""
         task = torch._C._current_graph_task_id()
@@ -70,20 +74,18 @@ class PhaseClock:
     def _backward_ended(self, task: int) -> None:
         if self._task == task:
             self._task = -1
-            # Passes nested in this one had higher numbers.
-            self._newest_task = max(self._newest_task, torch._C._current_graph_task_id())
             self.num_backwards += 1
             if self._handles:
                 self._after_backward()
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if threading.get_ident() == self._thread:
+        if self.is_ours():
             self._forget_step(optimizer)
             self._stepping.append(id(optimizer))
             self._before_step(optimizer)
 
     def _step_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if threading.get_ident() == self._thread:
+        if self.is_ours():
             self._forget_step(optimizer)
             self._after_step(optimizer)
 

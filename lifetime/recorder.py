@@ -1,34 +1,40 @@
 """Recording one iteration: every operation, storage, use and event.
 
-Covers the dispatch mode that sees the operations and the hooks that name modules and phases. Identity and lifetimes of
-storages are ``tracker``'s, the finished record is ``trace``'s, saved tensors are watched by ``saved_tensors``. The rule:
-recording changes no result, only time.
+Covers the dispatch mode that sees the operations, and the names of storages. Identity and lifetimes of storages are
+``tracker``'s, phases are ``phases``', the finished record is ``trace``'s, saved tensors are watched by
+``saved_tensors``. The rule: recording changes no result, only time.
 
 What a dispatch mode cannot see, it does not record: memory inside kernels, compiled regions, ``.data`` assignment as an
-operation (the death of the old storage is seen).
+operation (the death of the old storage is seen). A storage that is first seen as an input was made out of sight: it
+counts as older than the iteration.
 """
 
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lifetime.buffers import lies_on_buffer, live_buffers
+from lifetime.buffers import buffers_nbytes, lies_on_buffer
 from lifetime.columns import TraceBuilder
 from lifetime.events import EventKind, Phase, StorageKind
 from lifetime.module_names import ModuleNames
+from lifetime.operations import OpFacts, dispatches_itself, facts_of, is_wrapper, plain_tensors
+from lifetime.phases import PhaseClock
+from lifetime.resizes import unwatch_resizes, watch_resizes
 from lifetime.saved_tensors import SavedTensorObserver
 from lifetime.strings import StringTable
-from lifetime.tracker import StorageTracker
 from lifetime.trace import Trace
+from lifetime.tracker import StorageTracker
 
 BeforeOp = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+
+_TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_SCALAR_TYPES = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout})
 
 
 class Recorder:
@@ -38,10 +44,11 @@ class Recorder:
 
     Args:
         model: One module or several; their parameters and buffers count from entry and give names.
-        optimizer: One optimizer or several; the state that exists at entry counts from entry.
+        optimizer: One optimizer or several; the parameters and the state that exist at entry count from entry.
         saved_tensors: Watch saved tensors too (pack and unpack events). Hooks that are already active keep working.
         count_buffers: Count memory that a runtime announced (`lifetime.buffers`). A runtime that records storages as
             if nothing had been moved turns it off.
+        device: Count only storages on this device; those elsewhere are recorded with 0 bytes. Default: count all.
 
     Thread safety: operations are recorded on the thread that entered, and on autograd's threads working for it.
     """
@@ -53,6 +60,7 @@ class Recorder:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         saved_tensors: bool = True,
         count_buffers: bool = True,
+        device: torch.device | str | None = None,
     ) -> None:
         self.strings = StringTable()
         self.tracker = StorageTracker(self.strings)
@@ -62,17 +70,18 @@ class Recorder:
         self._models = _as_list(model)
         self._optimizers = _as_list(optimizer)
         self._modules = ModuleNames(self._models)
+        self._phases = PhaseClock(
+            before_step=self._before_step, after_step=self._after_step, after_backward=self._name_gradients
+        )
         self._observer = SavedTensorObserver(self) if saved_tensors else None
         self._count_buffers = count_buffers
-        self._mode = _RecordingMode(self)
-        self._pid = os.getpid()
-        self._paused = threading.local()
-        self._optimizer_depth = 0
-        self._newest_task = -1
-        self._num_backwards = 0
+        self._device = None if device is None else torch.device(device)
+        self._mode: TorchDispatchMode = _RecordingMode(self)
+        self._pid = -1
+        self._paused = _Paused()
         self._ordinals = [0] * len(EventKind)
-        self._handles: list[Any] = []
         self._buffer_peak_nbytes = 0
+        self._first_seen_saved: list[int] = []
         self._trace: Trace | None = None
         self.meta: dict[str, object] = {"torch": torch.__version__}
 
@@ -86,62 +95,13 @@ class Recorder:
             RuntimeError: The recorder is still recording.
         """
         if self._trace is None:
-            raise RuntimeError("the recorder is still recording: read recorder.trace after the with block")
+            raise RuntimeError("the recorder has not finished: read recorder.trace after the with block")
         return self._trace
 
     @property
     def peak_nbytes(self) -> int:
         """Highest number of live bytes seen so far, announced buffers included."""
         return max(self.tracker.peak_nbytes, self._buffer_peak_nbytes)
-
-    # --- life cycle --------------------------------------------------------------------------------------------------
-
-    def start(self, *, push_mode: bool = True) -> None:
-        """Begin recording. With ``push_mode=False`` the caller places `mode` on the dispatch stack itself."""
-        for model in self._models:
-            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-                self._know(tensor, StorageKind.PARAMETER, name)
-        self._name_optimizer_state()
-        self._name_gradients()
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
-        self._modules.start()
-        if self._observer is not None:
-            self._observer.start()
-        if push_mode:
-            self._mode.__enter__()
-
-    def stop(self, *, pop_mode: bool = True) -> Trace:
-        """End recording and return the trace."""
-        if pop_mode:
-            self._mode.__exit__(None, None, None)
-        if self._observer is not None:
-            self._observer.stop()
-        self._modules.stop()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._name_gradients()
-        self._name_optimizer_state()
-        self.tracker.stop()
-        self._trace = self._builder.build(self.meta)
-        return self._trace
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.stop()
-
-    @property
-    def mode(self) -> TorchDispatchMode:
-        """The dispatch mode, for a caller that manages the stack itself."""
-        return self._mode
-
-    # --- operations --------------------------------------------------------------------------------------------------
 
     @property
     def live_nbytes(self) -> int:
@@ -158,83 +118,232 @@ class Recorder:
         """Ticks of the event clock so far."""
         return self._builder.num_events
 
-    def phase(self) -> Phase:
-        """What the program is doing now."""
-        task = torch._C._current_graph_task_id()
-        if task != -1:
-            if task > self._newest_task:
-                self._newest_task = task
-                self._num_backwards += 1
-            return Phase.BACKWARD
-        return Phase.OPTIMIZER if self._optimizer_depth else Phase.FORWARD
+    @property
+    def is_recording(self) -> bool:
+        """Whether it records what happens now, in this process: a forked child inherits hooks, and records nothing."""
+        return self._pid == os.getpid() and self._trace is None
+
+    # --- life cycle --------------------------------------------------------------------------------------------------
+
+    def start(self, *, push_mode: bool = True) -> None:
+        """Begin recording. With ``push_mode=False`` the caller places `mode` on the dispatch stack itself.
+
+        Raises:
+            RuntimeError: It has been started before; one recorder makes one trace.
+        """
+        if self._pid != -1:
+            raise RuntimeError("a recorder records once: make a new one for the next iteration")
+        self._pid = os.getpid()
+        self._name_parameters()
+        self._name_optimizer_state()
+        self._name_gradients()
+        self._phases.start()
+        self._modules.start()
+        watch_resizes(self._storage_resized)
+        if self._observer is not None:
+            self._observer.start()
+        if push_mode:
+            self._mode.__enter__()
+
+    def stop(self, *, pop_mode: bool = True) -> Trace:
+        """End recording and return the trace."""
+        if self._trace is not None:
+            return self._trace
+        if pop_mode:
+            self._mode.__exit__(None, None, None)
+        if self._observer is not None:
+            self._observer.stop()
+        unwatch_resizes(self._storage_resized)
+        self._modules.stop()
+        self._phases.stop()
+        self._name_gradients()
+        self._name_optimizer_state()
+        self.tracker.stop()
+        self._models, self._optimizers = [], []  # a finished recorder keeps no model alive
+        self._trace = self._builder.build(self.meta)
+        return self._trace
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.stop()
+
+    @property
+    def mode(self) -> TorchDispatchMode:
+        """The dispatch mode, for a caller that manages the stack itself."""
+        return self._mode
 
     def pause(self) -> "_Pause":
         """A context in which operations of the calling thread are not recorded."""
         return _Pause(self._paused)
 
+    # --- operations --------------------------------------------------------------------------------------------------
+
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation and record it."""
-        if getattr(self._paused, "on", False) or os.getpid() != self._pid or func.namespace == "prim":
+        facts = facts_of(func)
+        if facts.ignored or self._paused.on or self._trace is not None or os.getpid() != self._pid:
             return func(*args, **kwargs)
         if self.before_op is not None:
             self.before_op(func, args, kwargs)
-        read = [self._storage_of(tensor, -1) for tensor in _tensors(args, kwargs)]
-        written = {self._storage_of(t, -1) for t in _written_tensors(func, args, kwargs)}
-        row = self._builder.begin_op(str(func), self.phase(), self._modules.current)
+        tracker, builder = self.tracker, self._builder
+        uses = self._inputs(facts, args, kwargs)
+        if self._first_seen_saved:
+            self._settle_first_seen(uses)
+        row = builder.begin_op(facts.name, self._phases.phase(), self._modules.current)
+        dead_nbytes = tracker.dead_nbytes
         start_ns = time.perf_counter_ns()
         try:
             result = func(*args, **kwargs)
-        finally:
-            self._builder.end_op(row, start_ns, time.perf_counter_ns())
-        uses = {index: index in written for index in read}
-        for tensor in _tensors((result,), {}):
-            uses.setdefault(self._storage_of(tensor, row), True)
-        uses.pop(-1, None)
-        self._builder.add_uses(row, uses)
+        except BaseException:
+            builder.end_op(row, start_ns, time.perf_counter_ns(), uses)
+            raise
+        end_ns = time.perf_counter_ns()
+        if facts.may_resize:
+            written = [value for position, value in enumerate(args) if position in facts.writes]
+            written += [value for name, value in kwargs.items() if name in facts.writes]
+            self._note_outputs(written, row, uses, check_size=True)
+        self._note_outputs(result, row, uses)
+        builder.end_op(row, start_ns, end_ns, uses)
+        # What died while the operation ran was live during it, too.
+        level = tracker.level_since(dead_nbytes)
         if self._count_buffers:
-            total = self.tracker.live_nbytes + sum(nbytes for _, nbytes in live_buffers())
-            self._buffer_peak_nbytes = max(self._buffer_peak_nbytes, total)
+            self._buffer_peak_nbytes = max(self._buffer_peak_nbytes, level + buffers_nbytes())
         return result
+
+    def _inputs(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, bool]:
+        """The storages of all tensors among the arguments, each with whether it is written."""
+        uses: dict[int, bool] = {}
+        writes = facts.writes
+        birth_op = self.tracker.num_ops if facts.is_fresh else -1
+        position = -1
+        for value in args:
+            position += 1
+            cls = value.__class__
+            if cls in _TENSOR_TYPES and not writes:  # the short way for most arguments of most operations
+                index = self._storage_of(value, birth_op)
+                if index >= 0:
+                    uses[index] = False
+            elif cls not in _SCALAR_TYPES:
+                self._note_input(value, position in writes, birth_op, uses)
+        for name, value in kwargs.items():
+            if value.__class__ not in _SCALAR_TYPES:
+                self._note_input(value, name in writes, birth_op, uses)
+        return uses
+
+    def _note_input(self, value: Any, written: bool, birth_op: int, uses: dict[int, bool]) -> None:
+        if value.__class__ in _TENSOR_TYPES or isinstance(value, torch.Tensor):
+            index = self._storage_of(value, birth_op)
+            if index >= 0 and (written or index not in uses):
+                uses[index] = written
+        elif isinstance(value, (list, tuple)):  # foreach and fused operations take lists
+            for item in value:
+                self._note_input(item, written, birth_op, uses)
+        elif isinstance(value, dict):
+            self._note_input(list(value.values()), written, birth_op, uses)
+
+    def _note_outputs(self, value: Any, row: int, uses: dict[int, bool], *, check_size: bool = False) -> None:
+        """Note the storages of all tensors in a result; what is not known yet was born in operation `row`."""
+        if value.__class__ in _TENSOR_TYPES or isinstance(value, torch.Tensor):
+            index = self._storage_of(value, row)
+            if index >= 0:
+                uses.setdefault(index, True)
+                if check_size:
+                    self.tracker.has_grown(index, value.untyped_storage())
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                self._note_outputs(item, row, uses, check_size=check_size)
+        elif isinstance(value, dict):
+            self._note_outputs(list(value.values()), row, uses, check_size=check_size)
+
+    def _storage_resized(self, storage: torch.UntypedStorage, old_nbytes: int) -> None:
+        if self.is_recording and self._phases.is_ours() and not self._paused.on:
+            self.tracker.resized(storage, old_nbytes)
+
+    # --- events ------------------------------------------------------------------------------------------------------
+
+    def phase(self) -> Phase:
+        """What the program is doing now."""
+        return self._phases.phase()
 
     def event(self, kind: EventKind, storage: int = -1, nbytes: int = 0, dtype: str = "") -> int:
         """Tick the event clock; gives the position of the event."""
         ordinal = self._ordinals[kind]
         self._ordinals[kind] = ordinal + 1
-        phase = self.phase()
-        micro_batch = self._num_backwards - (1 if phase is Phase.BACKWARD else 0)
-        return self._builder.add_event(kind, phase, micro_batch, ordinal, storage, nbytes, dtype)
+        phase = self._phases.phase()
+        return self._builder.add_event(kind, phase, self._phases.num_backwards, ordinal, storage, nbytes, dtype)
 
     def saved(self, tensor: torch.Tensor) -> int:
         """Number of the storage of a tensor that autograd saves; -1 when it has none of its own."""
-        index = self._storage_of(tensor, self.tracker.num_ops - 1)
-        if index >= 0 and self.tracker.kind[index] is StorageKind.TEMPORARY:
-            self.tracker.kind[index] = StorageKind.ACTIVATION
+        tracker = self.tracker
+        num_known = len(tracker.nbytes)
+        of_parameter = isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
+        index = self._storage_of(tensor, -1 if of_parameter else tracker.num_ops - 1)
+        if index >= 0:
+            if of_parameter and index == num_known:
+                tracker.kind[index] = StorageKind.PARAMETER
+            elif tracker.kind[index] is StorageKind.TEMPORARY:
+                tracker.kind[index] = StorageKind.ACTIVATION
+                if index == num_known:
+                    self._first_seen_saved.append(index)
         return index
 
-    # --- naming ------------------------------------------------------------------------------------------------------
+    def _settle_first_seen(self, inputs: Mapping[int, bool]) -> None:
+        """Decide what storages are that no operation had touched when autograd saved them.
+
+        An operation's inputs are saved just before it runs: what it reads now existed before the iteration. All else
+        was made out of sight (in a compiled region), just before it was saved.
+        """
+        tracker = self.tracker
+        for index in self._first_seen_saved:
+            if index in inputs:
+                tracker.birth_op[index] = -1
+                tracker.kind[index] = StorageKind.INPUT
+        self._first_seen_saved.clear()
+
+    # --- storages and their names ------------------------------------------------------------------------------------
 
     def _storage_of(self, tensor: torch.Tensor, birth_op: int) -> int:
         """Number of the storage of `tensor`, registered at first sight; -1 for tensors without a plain storage."""
         try:
             storage = tensor.untyped_storage()
-            cdata = storage._cdata
-        except (RuntimeError, NotImplementedError):  # sparse, nested, opaque and wrapper tensors
+            index = self.tracker._index_by_cdata.get(storage._cdata)
+        except (RuntimeError, NotImplementedError):  # sparse, opaque
             return -1
-        index = self.tracker._index_by_cdata.get(cdata)
         if index is not None:
             return index
+        if tensor.__class__ not in _TENSOR_TYPES and is_wrapper(tensor.__class__):
+            return -1  # its storage is a dummy
         if birth_op >= 0:
             kind = StorageKind.TEMPORARY
         else:
             kind = StorageKind.PARAMETER if isinstance(tensor, torch.nn.Parameter) else StorageKind.INPUT
-        counted = not (self._count_buffers and lies_on_buffer(storage))
-        return self.tracker.add(tensor, storage, birth_op, kind, nbytes=storage.nbytes() if counted else 0)
+        nbytes = storage.nbytes() if self._counts(tensor, storage) else 0
+        return self.tracker.add(tensor, storage, birth_op, kind, nbytes=nbytes)
+
+    def _counts(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        device = self._device
+        if device is not None:
+            found = tensor.device
+            if found.type != device.type or device.index not in (None, found.index):
+                return False
+        return not (self._count_buffers and lies_on_buffer(storage))
 
     def _know(self, tensor: torch.Tensor, kind: StorageKind, name: str) -> None:
-        index = self._storage_of(tensor, -1)
-        if index >= 0 and not self.tracker.name[index]:
-            self.tracker.kind[index] = kind
-            self.tracker.name[index] = self.strings.number(name)
+        for plain in plain_tensors(tensor):
+            index = self._storage_of(plain, -1)
+            if index >= 0 and not self.tracker.name[index]:
+                self.tracker.kind[index] = kind
+                self.tracker.name[index] = self.strings.number(name)
+
+    def _name_parameters(self) -> None:
+        for model in self._models:
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                self._know(tensor, StorageKind.PARAMETER, name)
+        for name, parameter in self._named_parameters():
+            self._know(parameter, StorageKind.PARAMETER, name)
 
     def _name_gradients(self) -> None:
         for name, parameter in self._named_parameters():
@@ -244,11 +353,9 @@ class Recorder:
     def _name_optimizer_state(self) -> None:
         names = {id(parameter): name for name, parameter in self._named_parameters()}
         for optimizer in self._optimizers:
-            for parameter, state in optimizer.state.items():
-                owner = names.get(id(parameter), "")
-                for key, value in state.items() if isinstance(state, dict) else ():
-                    if isinstance(value, torch.Tensor):
-                        self._know(value, StorageKind.OPTIMIZER, f"{owner}.{key}")
+            for owner, state in optimizer.state.items():
+                for name, tensor in _tensors_in(state, names.get(id(owner), "")):
+                    self._know(tensor, StorageKind.OPTIMIZER, name)
 
     def _named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         seen: set[int] = set()
@@ -262,14 +369,14 @@ class Recorder:
                     if id(parameter) not in seen:
                         yield f"group{g}.{i}", parameter
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._optimizer_depth += 1
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if not any(known is optimizer for known in self._optimizers):
             self._optimizers.append(optimizer)
+            self._name_parameters()
+            self._name_optimizer_state()
         self._name_gradients()
 
-    def _after_step(self, *_: Any) -> None:
-        self._optimizer_depth = max(0, self._optimizer_depth - 1)
+    def _after_step(self, _: torch.optim.Optimizer) -> None:
         self._name_optimizer_state()
 
 
@@ -279,7 +386,7 @@ class _RecordingMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     @classmethod
@@ -288,17 +395,26 @@ class _RecordingMode(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        for cls in types:
+            if cls is not torch.Tensor and dispatches_itself(cls):
+                return NotImplemented  # its parts come by as operations of their own
         return self._recorder.run(func, args, kwargs or {})
+
+
+class _Paused(threading.local):
+    on = False
 
 
 class _Pause:
     """Marks the calling thread as paused; nests."""
 
-    def __init__(self, local: threading.local) -> None:
+    __slots__ = ("_before", "_local")
+
+    def __init__(self, local: _Paused) -> None:
         self._local = local
 
     def __enter__(self) -> None:
-        self._before = getattr(self._local, "on", False)
+        self._before = self._local.on
         self._local.on = True
 
     def __exit__(self, *_: object) -> None:
@@ -311,29 +427,13 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _tensors(args: Iterable[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """All tensors among the arguments, lists of tensors (foreach and fused operations) included."""
-    found: list[torch.Tensor] = []
-    pending: list[Any] = [*args, *kwargs.values()]
-    for value in pending:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            pending.extend(value)
-    return found
-
-
-_written_arguments: dict[Any, tuple[tuple[int, str], ...]] = {}
-
-
-def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that the operation's schema says it writes."""
-    positions = _written_arguments.get(func)
-    if positions is None:
-        arguments = enumerate(func._schema.arguments)
-        positions = tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
-        _written_arguments[func] = positions
-    if not positions:
-        return []
-    values = [args[i] if i < len(args) else kwargs.get(name) for i, name in positions]
-    return _tensors(values, {})
+def _tensors_in(state: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of an optimizer's state, each with a dotted name."""
+    if isinstance(state, torch.Tensor):
+        yield name, state
+    elif isinstance(state, dict):
+        for key, value in state.items():
+            yield from _tensors_in(value, f"{name}.{key}")
+    elif isinstance(state, (list, tuple)):
+        for i, value in enumerate(state):
+            yield from _tensors_in(value, f"{name}.{i}")

@@ -26,7 +26,7 @@ def watch_resizes(watcher: Watcher) -> None:
         if not _watchers and torch.UntypedStorage.resize_ is not _resize:
             _was_own_attribute = "resize_" in vars(torch.UntypedStorage)
             _original = torch.UntypedStorage.resize_
-            torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+            torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign, assignment]
         _watchers.append(watcher)
 
 

@@ -37,8 +37,12 @@ def check_not_modified(found_version: int, saved_version: int, dtype: torch.dtyp
 
 class _Saved(NamedTuple):
     alias: Any
+    """A detached alias, or what the hooks that were active before made of the tensor."""
     version: int
+    """Version of the tensor when it was saved, -1 where there is none to compare."""
     storage: int
+    nbytes: int
+    dtype: str
 
 
 class SavedTensorObserver:
@@ -64,28 +68,28 @@ class SavedTensorObserver:
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         recorder = self._recorder
+        storage, nbytes, dtype = -1, 0, ""
+        if recorder.is_recording:
+            with recorder.pause():
+                storage = recorder.saved(tensor)
+                nbytes = tensor.untyped_storage().nbytes() if storage >= 0 else 0
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                recorder.event(EventKind.PACK, storage, nbytes, dtype)
+        if self._inner is not None:
+            # Whatever these hooks do (copy, compress) belongs to the program: it is recorded.
+            return _Saved(self._inner[0](tensor), -1, storage, nbytes, dtype)
         with recorder.pause():
-            storage = recorder.saved(tensor)
-            nbytes, dtype = recorder.tracker.nbytes[storage] if storage >= 0 else 0, str(tensor.dtype)
-            recorder.event(EventKind.PACK, storage, nbytes, dtype.removeprefix("torch."))
-            if self._inner is not None:
-                return _Saved(self._inner[0](tensor), -1, storage)
-            return _Saved(tensor.detach(), tensor._version, storage)
+            version = -1 if tensor.is_inference() else tensor._version
+            return _Saved(tensor.detach(), version, storage, nbytes, dtype)
 
     def _unpack(self, saved: _Saved) -> torch.Tensor:
         recorder = self._recorder
-        with recorder.pause():
-            recording = self._hooks is not None
-            if recording:
-                tracker, storage = recorder.tracker, saved.storage
-                nbytes = tracker.nbytes[storage] if storage >= 0 else 0
-                dtype = recorder.strings.texts[tracker.dtype[storage]] if storage >= 0 else ""
-                recorder.event(EventKind.UNPACK, storage, nbytes, dtype)
-            if self._inner is not None:
-                result: torch.Tensor = self._inner[1](saved.alias)
-                return result
-            alias: torch.Tensor = saved.alias
+        if recorder.is_recording:
+            recorder.event(EventKind.UNPACK, saved.storage, saved.nbytes, saved.dtype)
+        if self._inner is not None:
+            result: torch.Tensor = self._inner[1](saved.alias)
+            return result
+        alias: torch.Tensor = saved.alias
+        if saved.version >= 0:
             check_not_modified(alias._version, saved.version, alias.dtype, tuple(alias.shape))
-            return alias
-
-
+        return alias

@@ -21,6 +21,9 @@ from lifetime.events import Event, EventKind, Phase, StorageKind
 
 Int64Array = npt.NDArray[np.int64]
 
+_MAX_SUM = 1e18
+"""Bytes, and ns, that a whole trace may add up to: sums must not overflow 64 bits."""
+
 
 class Op(NamedTuple):
     """One operation."""
@@ -38,10 +41,12 @@ class Op(NamedTuple):
 class StorageLife(NamedTuple):
     """One storage."""
 
-    index: int
+    storage: int
+    """Its number: its position among the storages of the trace."""
     name: str
     kind: StorageKind
     nbytes: int
+    """Its size; the largest one if it grew."""
     dtype: str
     shape: tuple[int, ...]
     """Shape of the first tensor seen on it."""
@@ -57,7 +62,7 @@ class InactivePeriod(NamedTuple):
     storage: int
     nbytes: int
     start_op: int
-    """First operation of the stretch."""
+    """First operation of the stretch; the number of operations when it begins with the next iteration."""
     end_op: int
     """The operation that uses the storage again; smaller than ``start_op`` when the period wraps round."""
     duration_ns: int
@@ -149,8 +154,13 @@ class Trace:
     def ops(self) -> list[Op]:
         """The operations in the order in which they began."""
         c, s = self.op_columns, self.strings
-        rows = zip(*(column.tolist() for column in (c.name, c.phase, c.module, c.start_ns, c.duration_ns, c.nbytes, c.flops)), strict=True)
-        return [Op(s[n], Phase(p), s[m], start, duration, nbytes, flops) for n, p, m, start, duration, nbytes, flops in rows]
+        rows = zip(
+            *(column.tolist() for column in (c.name, c.phase, c.module, c.start_ns, c.duration_ns, c.nbytes, c.flops)),
+            strict=True,
+        )
+        return [
+            Op(s[n], Phase(p), s[m], start, duration, nbytes, flops) for n, p, m, start, duration, nbytes, flops in rows
+        ]
 
     @cached_property
     def storages(self) -> list[StorageLife]:
@@ -158,11 +168,12 @@ class Trace:
         c, s = self.storage_columns, self.strings
         ends = [0, *c.shape_end.tolist()]
         shape = c.shape.tolist()
+        columns = (c.name, c.kind, c.nbytes, c.dtype, c.birth_op, c.death_op, c.freeable_event)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
         return [
-            StorageLife(i, s[int(c.name[i])], StorageKind(int(c.kind[i])), int(c.nbytes[i]), s[int(c.dtype[i])],
-                        tuple(shape[ends[i] : ends[i + 1]]), int(c.birth_op[i]), int(c.death_op[i]), int(c.freeable_event[i]))
-            for i in range(self.num_storages)
-        ]  # fmt: skip
+            StorageLife(i, s[n], StorageKind(k), nbytes, s[d], tuple(shape[ends[i] : ends[i + 1]]), birth, death, free)
+            for i, (n, k, nbytes, d, birth, death, free) in enumerate(rows)
+        ]
 
     @cached_property
     def events(self) -> list[Event]:
@@ -186,7 +197,7 @@ class Trace:
         return int(self.memory_curve().max(initial=0))
 
     def inactive_periods(self) -> list[InactivePeriod]:
-        """Every stretch in which a live storage is not used, wrapping round the iteration for those that outlive it.
+        """Every stretch between two uses of a storage, wrapping round the iteration for those that outlive it.
 
         Source: TERAIO (arXiv 2506.06472), section 3.1: an intermediate tensor is inactive between two uses; a global
         one also from its last use to its first in the next iteration.
@@ -253,32 +264,52 @@ class Trace:
         for group in (self.op_columns, self.storage_columns, self.use_columns, self.event_columns):
             self._check_lengths(group)
         o, s, u, e = self.op_columns, self.storage_columns, self.use_columns, self.event_columns
-        strings = len(self.strings)
-        self._check_range("op name", o.name, 0, strings)
-        self._check_range("op module", o.module, 0, strings)
-        self._check_range("op phase", o.phase, 0, len(Phase))
-        self._check_range("op duration_ns", o.duration_ns, 0, None)
-        self._check_range("storage name", s.name, 0, strings)
-        self._check_range("storage dtype", s.dtype, 0, strings)
-        self._check_range("storage kind", s.kind, 0, len(StorageKind))
-        self._check_range("storage nbytes", s.nbytes, 0, None)
-        self._check_range("storage birth_op", s.birth_op, -1, self.num_ops + 1)
-        self._check_range("storage death_op", s.death_op, 0, self.num_ops + 1)
-        self._check_range("storage freeable_event", s.freeable_event, -1, self.num_events + 1)
-        self._check_range("storage shape_end", s.shape_end, 0, len(s.shape) + 1)
-        self._check_range("use op", u.op, 0, self.num_ops)
-        self._check_range("use storage", u.storage, 0, self.num_storages)
-        self._check_range("event kind", e.kind, 0, len(EventKind))
-        self._check_range("event phase", e.phase, 0, len(Phase))
-        self._check_range("event op", e.op, 0, self.num_ops + 1)
-        self._check_range("event storage", e.storage, -1, self.num_storages)
-        self._check_range("event dtype", e.dtype, 0, strings)
+        texts, ops, storages, events = len(self.strings), self.num_ops, self.num_storages, self.num_events
+        for name, column, low, high in (
+            ("op name", o.name, 0, texts),
+            ("op module", o.module, 0, texts),
+            ("op phase", o.phase, 0, len(Phase)),
+            ("op duration_ns", o.duration_ns, 0, None),
+            ("op nbytes", o.nbytes, 0, None),
+            ("op flops", o.flops, 0, None),
+            ("storage name", s.name, 0, texts),
+            ("storage dtype", s.dtype, 0, texts),
+            ("storage kind", s.kind, 0, len(StorageKind)),
+            ("storage nbytes", s.nbytes, 0, None),
+            ("storage birth_op", s.birth_op, -1, ops + 1),
+            ("storage death_op", s.death_op, 0, ops + 1),
+            ("storage freeable_event", s.freeable_event, -1, events + 1),
+            ("storage shape_end", s.shape_end, 0, len(s.shape) + 1),
+            ("storage shape", s.shape, 0, None),
+            ("use op", u.op, 0, ops),
+            ("use storage", u.storage, 0, storages),
+            ("use written", u.written, 0, 2),
+            ("event kind", e.kind, 0, len(EventKind)),
+            ("event phase", e.phase, 0, len(Phase)),
+            ("event micro_batch", e.micro_batch, 0, None),
+            ("event ordinal", e.ordinal, 0, None),
+            ("event op", e.op, 0, ops + 1),
+            ("event storage", e.storage, -1, storages),
+            ("event dtype", e.dtype, 0, texts),
+        ):
+            self._check_range(name, column, low, high)
         for name, column in (("storage shape_end", s.shape_end), ("use op", u.op), ("event op", e.op)):
-            if len(column) > 1 and (np.diff(column) < 0).any():
+            if len(column) > 1 and (column[1:] < column[:-1]).any():
                 raise TraceError(f"trace column '{name}' must not decrease")
+        for name, column in (("op duration_ns", o.duration_ns), ("storage nbytes", s.nbytes)):
+            if column.sum(dtype=np.float64) >= _MAX_SUM:
+                raise TraceError(f"trace column '{name}' adds up to more than {_MAX_SUM:.0e}, beyond any machine")
+        if (s.birth_op > s.death_op).any():
+            raise TraceError("trace column 'storage birth_op' must not exceed 'storage death_op'")
+        if len(s.shape) != (int(s.shape_end[-1]) if storages else 0):
+            raise TraceError(f"trace column 'storage shape' has {len(s.shape)} lengths that belong to no storage")
 
     @staticmethod
     def _check_lengths(group: OpColumns | StorageColumns | UseColumns | EventColumns) -> None:
+        for name in group.__slots__:
+            column = getattr(group, name)
+            if column.dtype != np.int64 or column.ndim != 1:
+                raise TraceError(f"trace column '{name}' must be one row of int64, found {column.dtype} {column.shape}")
         lengths = {name: len(getattr(group, name)) for name in group.__slots__ if name != "shape"}
         if len(set(lengths.values())) > 1:
             raise TraceError(f"trace columns of {type(group).__name__} differ in length: {lengths}")
@@ -287,4 +318,6 @@ class Trace:
     def _check_range(name: str, column: Int64Array, low: int, high: int | None) -> None:
         if len(column) and (column.min() < low or (high is not None and column.max() >= high)):
             bound = "" if high is None else f" and below {high}"
-            raise TraceError(f"trace column '{name}' must be at least {low}{bound}, found {column.min()}..{column.max()}")
+            raise TraceError(
+                f"trace column '{name}' must be at least {low}{bound}, found {column.min()}..{column.max()}"
+            )

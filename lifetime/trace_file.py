@@ -6,6 +6,8 @@ with a reason.
 """
 
 import json
+import os
+import struct
 import zipfile
 import zlib
 from dataclasses import fields
@@ -26,28 +28,49 @@ _GROUPS: dict[str, type[OpColumns] | type[StorageColumns] | type[UseColumns] | t
     "use": UseColumns,
     "event": EventColumns,
 }
-_MAX_HEADER_NBYTES = 256 << 20
-_MAX_COLUMN_NBYTES = 4 << 30
+_MAX_HEADER_NBYTES = 64 << 20
+_MAX_COLUMNS_NBYTES = 2 << 30
+"""Bytes that all columns may have together, far more than any iteration needs."""
+_REFUSALS_OF_ZIPFILE = (NotImplementedError, RuntimeError, ValueError, RecursionError)
+"""Unknown compression, encryption, impossible offsets; headers that are no JSON or nest too deep."""
+_DATE = (1980, 1, 1, 0, 0, 0)
+"""Every member's date: equal traces make equal files."""
 
 
 def save_trace(trace: Trace, path: str | Path) -> None:
-    """Write `trace`; the file appears whole or not at all."""
+    """Write `trace`; the file appears whole or not at all.
+
+    Raises:
+        TraceError: The trace does not hold together, or its `meta` is not JSON; nothing was written.
+        OSError: The file cannot be written; one that was there before still is.
+    """
+    trace.validate()
     target = Path(path)
-    scratch = target.with_name(target.name + ".part")
+    scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
     counts = {
         f"{group}.{f.name}": len(getattr(columns, f.name)) for group, columns in _groups(trace) for f in fields(columns)
     }
     header = {"format": FORMAT, "version": VERSION, "columns": counts, "strings": trace.strings, "meta": trace.meta}
     try:
+        text = json.dumps(header, sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TraceError(f"Trace.meta must hold plain JSON values: {error}") from error
+    try:
         with zipfile.ZipFile(scratch, "w", zipfile.ZIP_DEFLATED, compresslevel=4) as archive:
-            archive.writestr(_HEADER, json.dumps(header, sort_keys=True))
+            _write_member(archive, _HEADER, text.encode())
             for group, columns in _groups(trace):
                 for f in fields(columns):
                     column = np.ascontiguousarray(getattr(columns, f.name), dtype="<i8")
-                    archive.writestr(f"{group}.{f.name}", column.tobytes())
+                    _write_member(archive, f"{group}.{f.name}", column.tobytes())
         scratch.replace(target)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def _write_member(archive: zipfile.ZipFile, name: str, raw: bytes) -> None:
+    member = zipfile.ZipInfo(name, _DATE)
+    member.compress_type = zipfile.ZIP_DEFLATED
+    archive.writestr(member, raw)
 
 
 def load_trace(path: str | Path) -> Trace:
@@ -59,18 +82,19 @@ def load_trace(path: str | Path) -> Trace:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            header = _read_header(archive, path)
-            counts = header["columns"]
+            header = _read_header(archive)
+            counts = _read_counts(header)
             groups = {name: _read_group(archive, name, cls, counts) for name, cls in _GROUPS.items()}
-            trace = Trace(groups["op"], groups["storage"], groups["use"], groups["event"], header["strings"], header["meta"])
+            columns = (groups["op"], groups["storage"], groups["use"], groups["event"])
+            trace = Trace(*columns, header["strings"], header["meta"])
             trace.validate()
             return trace
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        raise TraceFormatError(f"{path} is not a readable trace file ({error}); record it again") from error
-    except TraceFormatError:
-        raise
-    except (TraceError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except TraceFormatError as error:
+        raise TraceFormatError(f"{path}: {error}") from error
+    except TraceError as error:
         raise TraceFormatError(f"{path} does not hold together: {error}; record it again") from error
+    except (zipfile.BadZipFile, zlib.error, EOFError, struct.error, *_REFUSALS_OF_ZIPFILE) as error:
+        raise TraceFormatError(f"{path} is not a readable trace file ({error}); record it again") from error
 
 
 def _groups(trace: Trace) -> list[tuple[str, OpColumns | StorageColumns | UseColumns | EventColumns]]:
@@ -82,47 +106,68 @@ def _groups(trace: Trace) -> list[tuple[str, OpColumns | StorageColumns | UseCol
     ]
 
 
-def _read_header(archive: zipfile.ZipFile, path: str | Path) -> dict[str, Any]:
-    try:
-        member = archive.getinfo(_HEADER)
-    except KeyError:
-        raise TraceFormatError(f"{path} is a zip file without {_HEADER}: not a trace written by teraio") from None
-    header = json.loads(_read_member(archive, member, _MAX_HEADER_NBYTES))
+def _read_header(archive: zipfile.ZipFile) -> dict[str, Any]:
+    if _HEADER not in archive.namelist():
+        raise TraceFormatError(f"a zip file without {_HEADER}, not a trace written by teraio")
+    header = json.loads(_read_member(archive, _HEADER, _MAX_HEADER_NBYTES))
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise TraceFormatError(f"{path} does not say '{FORMAT}' in its header: not a trace written by teraio")
-    if header.get("version") != VERSION:
+        raise TraceFormatError(f"its header does not say '{FORMAT}', so it is no trace written by teraio")
+    version = header.get("version")
+    if version != VERSION or isinstance(version, bool):
         raise TraceFormatError(
-            f"{path} has trace format version {header.get('version')!r}, this teraio reads version {VERSION}; "
+            f"it has trace format version {version!r}, this teraio reads version {VERSION}; "
             "use the teraio that wrote it, or record again"
         )
-    strings, meta = header.get("strings"), header.get("meta")
+    strings = header.get("strings")
     if not isinstance(strings, list) or not all(isinstance(s, str) for s in strings):
-        raise TraceFormatError(f"{path} has a header whose 'strings' is not a list of strings")
-    if not isinstance(meta, dict) or not isinstance(header.get("columns"), dict):
-        raise TraceFormatError(f"{path} has a header without 'meta' or 'columns'")
+        raise TraceFormatError("'strings' in its header is not a list of strings")
+    for name in ("meta", "columns"):
+        if not isinstance(header.get(name), dict):
+            raise TraceFormatError(f"its header has no '{name}'")
     return header
 
 
-def _read_group(archive: zipfile.ZipFile, group: str, cls: type[Any], counts: dict[str, Any]) -> Any:
+def _read_counts(header: dict[str, Any]) -> dict[str, int]:
+    """Rows that the header promises for each column, checked before anything is allocated for them."""
+    counts: dict[str, int] = {}
+    for group, cls in _GROUPS.items():
+        for f in fields(cls):
+            name = f"{group}.{f.name}"
+            count = header["columns"].get(name)
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise TraceFormatError(f"column '{name}' should have a number of rows, its header says {count!r}")
+            counts[name] = count
+    if sum(counts.values()) * 8 > _MAX_COLUMNS_NBYTES:
+        raise TraceFormatError(f"it claims {sum(counts.values())} rows, at most {_MAX_COLUMNS_NBYTES // 8} are allowed")
+    return counts
+
+
+def _read_group(archive: zipfile.ZipFile, group: str, cls: type[Any], counts: dict[str, int]) -> Any:
     columns: dict[str, Int64Array] = {}
     for f in fields(cls):
         name = f"{group}.{f.name}"
-        count = counts[name]
-        if not isinstance(count, int) or not 0 <= count * 8 <= _MAX_COLUMN_NBYTES:
-            raise TraceFormatError(f"column '{name}' claims {count!r} rows, at most {_MAX_COLUMN_NBYTES // 8} are allowed")
-        raw = _read_member(archive, archive.getinfo(name), count * 8)
-        if len(raw) != count * 8:
-            raise TraceFormatError(f"column '{name}' holds {len(raw)} bytes, its header promises {count * 8}")
+        nbytes = counts[name] * 8
+        raw = _read_member(archive, name, nbytes)
+        if len(raw) != nbytes:
+            raise TraceFormatError(f"column '{name}' holds {len(raw)} bytes, its header promises {nbytes}")
         columns[f.name] = np.frombuffer(raw, dtype="<i8").astype(np.int64)
     return cls(**columns)
 
 
-def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, max_nbytes: int) -> bytes:
+def _read_member(archive: zipfile.ZipFile, name: str, max_nbytes: int) -> bytes:
     """Read at most `max_nbytes`, whatever the directory of the zip claims: a bomb stops here."""
+    try:
+        member = archive.getinfo(name)
+    except KeyError:
+        raise TraceFormatError(f"its column '{name}' is missing") from None
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise TraceFormatError(
+            f"'{name}' is compressed in a way that no trace uses (zip method {member.compress_type})"
+        )
     if member.file_size > max_nbytes:
-        raise TraceFormatError(f"member '{member.filename}' holds {member.file_size} bytes, expected at most {max_nbytes}")
+        raise TraceFormatError(f"'{name}' holds {member.file_size} bytes, expected at most {max_nbytes}")
     with archive.open(member) as stream:
         raw = stream.read(max_nbytes + 1)
     if len(raw) > max_nbytes:
-        raise TraceFormatError(f"member '{member.filename}' is longer than its directory entry says")
+        raise TraceFormatError(f"'{name}' is longer than its directory entry says")
     return raw

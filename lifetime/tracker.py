@@ -10,7 +10,6 @@ lives on as the same number until it is let go.
 
 import threading
 import weakref
-from functools import partial
 
 import torch
 
@@ -23,13 +22,22 @@ ALIVE = -2
 _dtype_names: dict[torch.dtype, str] = {}
 
 
+class _Watch(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that knows what it watches."""
+
+    __slots__ = ("cdata", "index")
+
+    cdata: int
+    index: int
+
+
 class StorageTracker:
     """The storages of one recording.
 
     Thread safety: deaths may be reported from any thread; everything else from the recording thread.
 
-    Invariants: ``live_nbytes`` equals the sum over storages whose ``death_op`` is `ALIVE`. A storage that is alive has a
-    memory (at least one) or is detained.
+    Invariants: ``live_nbytes`` equals the sum over storages whose ``death_op`` is `ALIVE`; a storage that is alive has
+    at least one memory or is detained.
     """
 
     def __init__(self, strings: StringTable) -> None:
@@ -49,13 +57,14 @@ class StorageTracker:
         self.dead_nbytes = 0
         """Bytes of all storages that have died."""
         self._index_by_cdata: dict[int, int] = {}
-        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._watches: dict[int, _Watch] = {}
         self._num_memories: list[int] = []  # memories that carry the storage now: two while it is read back early
         self._memory_nbytes: list[int] = []  # size of the memory, also where it counts as 0
         self._detained: set[int] = set()
         self._filled_at: dict[int, int] = {}  # cdata of an emptied memory -> operations begun when it grew again
         self._watching = True
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # a death may come while the same thread holds it
+        self._on_death = self._memory_died
 
     def index(self, storage: torch.UntypedStorage) -> int | None:
         """Number of a storage that is known and alive, else None."""
@@ -76,9 +85,9 @@ class StorageTracker:
         dtype = tensor.dtype
         name = _dtype_names.get(dtype) or _dtype_names.setdefault(dtype, str(dtype).removeprefix("torch."))
         with self._lock:
-            filled_at = self._filled_at.pop(storage._cdata, None)
-            if filled_at is not None and birth_op < 0:
-                birth_op = filled_at
+            if self._filled_at:
+                filled_at = self._filled_at.pop(storage._cdata, -1)
+                birth_op = filled_at if birth_op < 0 else birth_op
             index = self._append(nbytes, birth_op, kind, name, tuple(tensor.shape))
             self._memory_nbytes[index] = storage.nbytes()
             self._watch(storage, index)
@@ -139,17 +148,21 @@ class StorageTracker:
         cdata, nbytes = storage._cdata, storage.nbytes()
         with self._lock:
             index = self._index_by_cdata.get(cdata)
-            if index is not None and nbytes >= old_nbytes:
+            if index is None:
+                is_new = old_nbytes == 0 and nbytes > 0
+            elif nbytes >= old_nbytes:
                 self.has_grown(index, storage)
-            elif index is not None and index not in self._detained:
-                self._memory_died(cdata, index, None)
-                index = None
-            if index is None and nbytes > 0 and (nbytes < old_nbytes or old_nbytes == 0):
+                is_new = False
+            else:
+                is_new = index not in self._detained and nbytes > 0
+                if index not in self._detained:
+                    self._forget(cdata, index)
+            if is_new:
                 self._filled_at[cdata] = self.num_ops
 
-    def note_peak(self, dead_nbytes: int) -> int:
-        """Count a moment at which `dead_nbytes`, dead by now, were still live; gives the live bytes of that moment."""
-        level = self.live_nbytes + dead_nbytes
+    def level_since(self, dead_nbytes: int) -> int:
+        """Bytes of the storages that were live at any time since ``dead_nbytes`` was as given; counts for the peak."""
+        level = self.live_nbytes + self.dead_nbytes - dead_nbytes
         if level > self.peak_nbytes:
             self.peak_nbytes = level
         return level
@@ -158,7 +171,7 @@ class StorageTracker:
         """Stop watching: no callback fires after this."""
         with self._lock:
             self._watching = False
-            self._refs.clear()
+            self._watches.clear()
             self._index_by_cdata.clear()
 
     def _append(self, nbytes: int, birth_op: int, kind: StorageKind, dtype: str, shape: tuple[int, ...]) -> int:
@@ -185,18 +198,24 @@ class StorageTracker:
         before = self._index_by_cdata.get(cdata)
         if before == index:
             return
+        watch = _Watch(storage, self._on_death)
+        watch.cdata, watch.index = cdata, index
+        self._watches[cdata] = watch
         self._index_by_cdata[cdata] = index
-        self._refs[cdata] = weakref.ref(storage, partial(self._memory_died, cdata, index))
         self._num_memories[index] += 1
         if before is not None:  # its weak reference was just replaced, so its callback will not come
             self._lose_memory(before)
 
-    def _memory_died(self, cdata: int, index: int, _: object) -> None:
+    def _memory_died(self, watch: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(watch, _Watch)
         with self._lock:
-            if self._index_by_cdata.get(cdata) == index:
-                del self._index_by_cdata[cdata]
-                self._refs.pop(cdata, None)
-            self._lose_memory(index)
+            self._forget(watch.cdata, watch.index)
+
+    def _forget(self, cdata: int, index: int) -> None:
+        if self._index_by_cdata.get(cdata) == index:
+            del self._index_by_cdata[cdata]
+            del self._watches[cdata]
+        self._lose_memory(index)
 
     def _lose_memory(self, index: int) -> None:
         self._num_memories[index] -= 1

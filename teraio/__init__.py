@@ -14,8 +14,8 @@ import lifetime as _lifetime
 
 if not hasattr(_lifetime, "Recorder"):
     raise ImportError(
-        f"teraio needs its own package 'lifetime', but 'lifetime' was imported from {_lifetime.__file__}: rename that file, "
-        "or run the script from another directory"
+        f"teraio needs its own package 'lifetime', but 'lifetime' was imported from {_lifetime.__file__}: "
+        "rename that file, or run the script from another directory"
     )
 
 from teraio.config import Config

@@ -1,7 +1,7 @@
 """How much memory there is to budget, when the user does not say.
 
-Covers the machine's and the container's free bytes and the number of local ranks. On a CPU machine the container's limit
-is what kills, so the lesser of the two counts.
+Covers the machine's and the container's free bytes and the number of local ranks. On a CPU machine the container's
+limit is what kills, so the lesser of the two counts.
 """
 
 import os

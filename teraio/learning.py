@@ -1,7 +1,8 @@
 """From a recorded iteration to something the runtime can carry out.
 
-Covers the choice of plan and its translation into lists indexed by event. It touches no tensor. The rule: a plan is used
-only when replaying it keeps the budget; else the next more thrifty policy is tried, and if none fits there is none.
+Covers the choice of plan and its translation into lists indexed by event. It touches no tensor. The rule: a plan is
+used only when replaying it keeps the budget; else the next more thrifty policy is tried, and if none fits there is
+none.
 """
 
 import dataclasses

@@ -2,7 +2,8 @@
 
 Covers arguments, the order of starting and stopping, and the report. Recording and planning are wired in
 ``iterations``; moving is the engine's. The rules: `offload` activates nothing before ``__enter__``; leaving takes every
-hook away; the store lives until the last tensor that was saved inside has died, so a backward pass after the block works.
+hook away; the store lives until the last tensor that was saved inside has died, so that a backward pass after the block
+works.
 """
 
 import os
@@ -61,7 +62,7 @@ def offload(
         model: The module that is trained, or several. Without one, iterations run from one optimizer step to the next.
         optimizer: Its optimizer, or several; known ones are stepped in chunks.
         budget: Bytes of tensor storage on the training device at any time, model and optimizer included: a number, a
-            text like ``"6GiB"``, or one per device. Default: 0.9 of what is free and already held, over the local ranks.
+            text like ``"6GiB"``, or one per device. Default: 0.9 of what is free and already held, over local ranks.
         spill: Directory on the SSD, or one for each SSD. Default: ``$TERAIO_SPILL``, else the user's cache directory.
         kinds: What may leave. This version moves activations: ``"auto"`` or ``{"activation"}``.
         policy: ``"planned"``, ``"evict_all"``, ``"keep"``, a `Plan`, or the path of a plan file.
@@ -171,7 +172,7 @@ class Session:
         self._entered = True
         if not process_memory.huge_pages_work():
             self._log.add(
-                "large CPU tensors do not lie on huge pages, which makes transfers copy and memory slower: import teraio "
+                "large CPU tensors do not lie on huge pages, which makes transfers copy and memory slow: import teraio "
                 "before the first tensor is made, or set THP_MEM_ALLOC_ENABLE=1"
             )
         if not process_memory.use_exact_malloc():
@@ -242,7 +243,7 @@ class Session:
                 self._chunked.append(chunked)
             else:
                 self._log.add(
-                    f"{type(optimizer).__name__} is not known to update each parameter on its own: its step is left whole"
+                    f"{type(optimizer).__name__} is not known to update each parameter alone: its step is left whole"
                 )
 
     def _chunk(self) -> None:
@@ -390,7 +391,7 @@ def _spill_directories(spill: str | Path | Sequence[str | Path] | None) -> list[
 
 def _resolve_policy(policy: str | Path | Plan) -> str | Plan:
     if isinstance(policy, Plan) or policy in POLICIES:
-        return policy  # type: ignore[return-value]
+        return policy
     path = Path(policy)
     if path.is_file():
         return Plan.load(path)
@@ -414,8 +415,8 @@ def _check_device(models: list[torch.nn.Module]) -> None:
         for name, parameter in model.named_parameters():
             if parameter.device.type != "cpu":
                 raise ConfigError(
-                    f"parameter {name} is on {parameter.device}: this version offloads on the CPU only, where memory is "
-                    "the fast tier; move the model to 'cpu'"
+                    f"parameter {name} is on {parameter.device}: this version offloads on the CPU only, where memory "
+                    "is the fast tier; move the model to 'cpu'"
                 )
 
 

@@ -138,8 +138,8 @@ def sort_moves(moves: Sequence[Move]) -> tuple[Move, ...]:
 
 
 def _move(entry: dict[str, Any]) -> Move:
-    numbers = [_count(entry[name]) for name in ("storage", "nbytes", "trigger", "deadline")]
-    return Move(MoveKind(entry["kind"]), *numbers, why=str(entry.get("why", "")))
+    storage, nbytes, trigger, deadline = (_count(entry[name]) for name in ("storage", "nbytes", "trigger", "deadline"))
+    return Move(MoveKind(entry["kind"]), storage, nbytes, trigger, deadline, str(entry.get("why", "")))
 
 
 def _count(value: object) -> int:

@@ -5,6 +5,7 @@ It decides nothing (policies do). The rule: ``need_nbytes[k]`` is what the progr
 nothing is offloaded, so that subtracting what is away at event ``k`` bounds what is resident until event ``k + 1``.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,79 +45,106 @@ class Problem:
     """In order of ``free_event``."""
     step_s: float
     """The whole iteration if nothing ever waits."""
+    lead_nbytes: int = 0
+    """Most bytes live before the first event: no move can lower that."""
 
     @property
     def num_events(self) -> int:
         """Number of events, and of segments."""
         return len(self.need_nbytes)
 
+    @property
+    def peak_nbytes(self) -> int:
+        """The peak when nothing is offloaded."""
+        return int(self.need_nbytes.max(initial=self.lead_nbytes))
+
     def floor_nbytes(self) -> int:
         """The lowest peak that moving these candidates can reach: all of them away for all of their idle time."""
         level = self.need_nbytes.copy()
         for c in self.candidates:
             level[c.free_event : c.use_event] -= c.nbytes
-        return int(level.max(initial=0))
+        return int(level.max(initial=self.lead_nbytes))
 
 
 def segment_needs(trace: Trace) -> Int64Array:
-    """Most bytes live within each segment of `trace`, ``[num_events]``."""
-    curve = trace.memory_curve()
-    event_op = trace.event_columns.op
-    needs = np.zeros(trace.num_events, dtype=np.int64)
-    ends = np.append(event_op[1:], trace.num_ops)
-    for k in range(trace.num_events):
-        # An empty segment holds what its surroundings hold: the operation that comes next bounds it.
-        stop = max(int(ends[k]), int(event_op[k]) + 1)
-        needs[k] = curve[event_op[k] : stop].max(initial=0)
-    if trace.num_events and trace.num_ops and event_op[-1] >= trace.num_ops:
-        needs[event_op >= trace.num_ops] = curve[-1]
-    return needs
+    """Most bytes live within each segment of `trace`, ``[num_events]``.
+
+    A segment without operations holds no more than the operation before it left, and is charged no more than what the
+    operation after it needs.
+    """
+    if trace.num_ops == 0:
+        return np.zeros(trace.num_events, dtype=np.int64)
+    curve, event_op = trace.memory_curve(), trace.event_columns.op
+    # One row more at each end, so that row `op` is the operation before an event and row `op + 1` the one after it.
+    curve = np.concatenate((curve[:1], curve, curve[-1:]))
+    needs = np.maximum.reduceat(curve, event_op + 1)
+    is_empty = np.diff(event_op, append=trace.num_ops) == 0
+    return np.where(is_empty, np.minimum(curve[event_op], curve[event_op + 1]), needs)
 
 
 def build_problem(trace: Trace, *, min_nbytes: int) -> Problem:
     """The planning problem of `trace`; storages below `min_nbytes` bytes stay."""
-    columns = trace.event_columns
+    event_op = trace.event_columns.op
     elapsed_s = np.concatenate(([0.0], np.cumsum(trace.op_columns.duration_ns))) / 1e9
-    start_s = elapsed_s[columns.op]
-    duration_s = np.diff(np.append(start_s, elapsed_s[-1]))
+    start_s = elapsed_s[event_op]
+    lead_ops = int(event_op[0]) if trace.num_events else trace.num_ops
     return Problem(
         signature=trace.signature,
         need_nbytes=segment_needs(trace),
         start_s=start_s,
-        duration_s=duration_s,
-        candidates=tuple(_candidates(trace, min_nbytes)),
+        duration_s=np.diff(start_s, append=elapsed_s[-1]),
+        candidates=tuple(sorted(_candidates(trace, min_nbytes), key=lambda c: (c.free_event, c.use_event, c.storage))),
         step_s=float(elapsed_s[-1]),
+        lead_nbytes=int(trace.memory_curve()[:lead_ops].max(initial=0)),
     )
 
 
-def _candidates(trace: Trace, min_nbytes: int) -> list[Candidate]:
-    columns = trace.event_columns
+def _candidates(trace: Trace, min_nbytes: int) -> Iterator[Candidate]:
+    packs, unpacks = _saved_storages(trace)
+    uses = _uses(trace)
+    for storage, last_pack in packs.items():
+        life = trace.storages[storage]
+        if life.kind is not StorageKind.ACTIVATION or life.nbytes < max(min_nbytes, 1) or life.birth_op < 0:
+            continue
+        period = _idle_period(trace, life.freeable_event, last_pack, unpacks.get(storage, []), uses[storage])
+        if period is not None:
+            yield Candidate(storage, life.nbytes, *period, life.name or f"storage {storage}")
+
+
+def _saved_storages(trace: Trace) -> tuple[dict[int, int], dict[int, list[int]]]:
+    """The event of the last pack, and the events of all unpacks, of each storage."""
     packs: dict[int, int] = {}
     unpacks: dict[int, list[int]] = {}
+    columns = trace.event_columns
     for k, (kind, storage) in enumerate(zip(columns.kind.tolist(), columns.storage.tolist(), strict=True)):
         if storage >= 0 and kind == EventKind.PACK:
             packs[storage] = k
         elif storage >= 0 and kind == EventKind.UNPACK:
             unpacks.setdefault(storage, []).append(k)
-    found = []
-    for storage, last_pack in packs.items():
-        life = trace.storages[storage]
-        if life.kind is not StorageKind.ACTIVATION or life.nbytes < min_nbytes or life.birth_op < 0:
-            continue
-        free = life.freeable_event if life.freeable_event >= 0 else _free_event(trace, storage, last_pack, unpacks)
-        uses = [k for k in unpacks.get(storage, []) if k > free]
-        if free >= 0 and uses and not any(k > last_pack for k in unpacks.get(storage, []) if k < free):
-            found.append(Candidate(storage, life.nbytes, free, uses[0], life.name or f"storage {storage}"))
-    return sorted(found, key=lambda c: (c.free_event, c.use_event, c.storage))
+    return packs, unpacks
 
 
-def _free_event(trace: Trace, storage: int, last_pack: int, unpacks: dict[int, list[int]]) -> int:
-    """First event after the last use before the first unpack; used where the recording does not say who held it."""
+def _uses(trace: Trace) -> list[Int64Array]:
+    """The operations that use each storage, in order."""
+    order = np.argsort(trace.use_columns.storage, kind="stable")
+    bounds = np.searchsorted(trace.use_columns.storage[order], np.arange(1, trace.num_storages))
+    return np.split(trace.use_columns.op[order], bounds) if trace.num_storages else []
+
+
+def _idle_period(
+    trace: Trace, freeable_event: int, last_pack: int, unpacks: list[int], uses: Int64Array
+) -> tuple[int, int] | None:
+    """From the event at which saved tensors alone hold a storage to the unpack that uses it; None if there is none.
+
+    Where the recording does not say who held it, it is taken to be free after the last use before that unpack.
+    """
+    after = freeable_event if freeable_event >= 0 else last_pack
+    use = next((k for k in unpacks if k > after), -1)
+    if use < 0 or after < last_pack < use:
+        return None
+    if freeable_event >= 0:
+        return freeable_event, use
     event_op = trace.event_columns.op
-    first_unpack = unpacks.get(storage, [-1])[0]
-    if first_unpack < 0:
-        return -1
-    uses = trace.use_columns.op[trace.use_columns.storage == storage]
-    before = uses[uses < event_op[first_unpack]]
-    last_use = int(before.max(initial=-1))
-    return max(last_pack + 1, int(np.searchsorted(event_op, last_use, side="right")))
+    last_use = int(uses[uses < event_op[use]].max(initial=-1))
+    free = max(last_pack + 1, int(np.searchsorted(event_op, last_use, side="right")))
+    return (free, use) if free < use else None

@@ -211,8 +211,9 @@ class AdmissionMode:
         largest = sorted((i for i in live if i not in absent), key=lambda i: -tracker.nbytes[i])[:_NAMED_STORAGES]
         described = tuple(self._describe(i) for i in largest)
         message = (
-            f"the budget of {format_nbytes(engine.budget_nbytes)} is too small: {what} needs {format_nbytes(nbytes)} beside "
-            f"{format_nbytes(floor - nbytes)} that cannot leave, {format_nbytes(floor)} together (the floor so far). "
+            f"the budget of {format_nbytes(engine.budget_nbytes)} is too small: {what} needs {format_nbytes(nbytes)} "
+            f"beside {format_nbytes(floor - nbytes)} that cannot leave, together {format_nbytes(floor)} (the floor so "
+            "far). "
             f"Largest: {'; '.join(described)}. The operation was not run and nothing is lost: raise the budget to at "
             f"least {format_nbytes(floor)}, or make the batch or the sequence smaller"
         )

@@ -1,8 +1,8 @@
 """Memory for storages that come back: page-aligned slabs on huge pages, recycled.
 
-Covers CPU slabs. It does not decide when memory may be taken (``engine`` does). The rules: a slab belongs to exactly one
-storage or to the free list; it returns when the storage dies, whoever held it last; every slab counts, used or idle.
-Recycling matters because the first touch of fresh memory costs more than the read that fills it.
+Covers CPU slabs. It does not decide when memory may be taken (``engine`` does). The rules: a slab belongs to exactly
+one storage or to the free list; it returns when the storage dies, whoever held it last; every slab counts, used or
+idle. Recycling matters because the first touch of fresh memory costs more than the read that fills it.
 """
 
 import mmap
@@ -28,7 +28,7 @@ class SlabPool:
     def __init__(self) -> None:
         self._idle: dict[int, list[mmap.mmap]] = {}
         self._returned: deque[mmap.mmap] = deque()
-        self._leases: dict[int, weakref.ref[np.ndarray]] = {}  # type: ignore[type-arg]
+        self._leases: dict[int, weakref.ref[np.ndarray]] = {}
         self.total_nbytes = 0
         self.idle_nbytes = 0
 
@@ -44,7 +44,8 @@ class SlabPool:
             returned.append(slab)
 
         leases[key] = weakref.ref(array, give_back)
-        storage = torch.from_numpy(array).untyped_storage()
+        # frombuffer, not from_numpy: it is no operation, so that no recorder sees the storage before it is announced
+        storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
         announce_storage_on_buffer(storage)
         return storage
 

@@ -1,7 +1,7 @@
 """Placing a dispatch mode under those that are active, and taking it away wherever it is.
 
-Covers the order of modes. The rule: ours lies at the bottom. A user's ``with SomeMode():`` round a forward pass pops the
-top of the stack when it ends; a mode of ours pushed meanwhile would be popped in its stead.
+Covers the order of modes. The rule: ours lies at the bottom. A user's ``with SomeMode():`` round a forward pass pops
+the top of the stack when it ends; a mode of ours pushed meanwhile would be popped in its stead.
 """
 
 from torch.utils import _python_dispatch as dispatch

@@ -1,7 +1,7 @@
 """The migration engine: the one place that starts, ends and undoes moves of saved storages.
 
-Covers records, the books of what is resident, and waiting. When to move is decided by the modes (``modes``), where bytes
-go by the store. The rules:
+Covers records, the books of what is resident, and waiting. When to move is decided by the modes (``modes``), where
+bytes go by the store. The rules:
 
 - What is resident = what the program would hold without teraio, less the *absent* storages, plus all slabs, plus memory
   that a running write still holds after its storage died. One formula for every mode; only the first term differs.
@@ -18,7 +18,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from io_backend import BackendError, CorruptExtentError, Priority, Store, Ticket
@@ -255,7 +254,8 @@ class Engine:
 
     def _end_reload(self, record: Record) -> None:
         ticket, storage = record.ticket, record.storage
-        assert ticket is not None and storage is not None
+        assert ticket is not None
+        assert storage is not None
         self.reloading.remove(record)
         record.ticket = None
         try:
@@ -327,4 +327,4 @@ class Engine:
 
 def _checksum(storage: torch.UntypedStorage) -> int:
     array = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).numpy()
-    return zlib.crc32(np.ascontiguousarray(array))
+    return zlib.crc32(array.data)

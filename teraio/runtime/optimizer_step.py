@@ -14,11 +14,20 @@ from typing import Any
 import torch
 from torch.optim import optimizer as optimizer_module
 
-_PER_PARAMETER = tuple(
-    getattr(torch.optim, name)
-    for name in ("ASGD", "SGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
-    if hasattr(torch.optim, name)
-)  # fmt: skip
+_PER_PARAMETER = (
+    torch.optim.ASGD,
+    torch.optim.SGD,
+    torch.optim.Adadelta,
+    torch.optim.Adafactor,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)
 """Optimizers of torch whose update of one parameter depends on no other."""
 
 CHUNK_NBYTES = 16 << 20
@@ -75,7 +84,7 @@ class ChunkedStep:
     def _step(self, closure: Any) -> Any:
         """One step, as torch's own wrapper makes it, with the update taken in chunks."""
         optimizer = self._optimizer
-        update = type(optimizer).step.__wrapped__
+        update = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning rate schedulers look at
         args: tuple[Any, ...] = (optimizer,) if closure is None else (optimizer, closure)
         kwargs: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """Carrying out a plan in an iteration that is known.
 
 Covers the cursor over the learnt events, the moves fired by them, and the guard that holds the budget. Nothing is done
-per operation: the work is a few comparisons a saved tensor. The rule: before the program goes on after event ``k``, what
-is resident plus what segment ``k`` is known to need fits the budget; if writes are late, the program waits for them.
+per operation: the work is a few comparisons a saved tensor. The rule: before the program goes on after event ``k``,
+what is resident plus what segment ``k`` is known to need fits the budget; if writes are late, the program waits.
 """
 
 import weakref

@@ -116,7 +116,8 @@ class Record:
         return ", ".join(self._history) or "none"
 
     def __str__(self) -> str:
-        return f"saved storage #{self.serial} ({self.nbytes} bytes of {str(self.dtype).removeprefix('torch.')}, {self.state.value})"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"saved storage #{self.serial} ({self.nbytes} bytes of {dtype}, {self.state.value})"
 
     def __del__(self) -> None:
         self.engine.remains.append(
