@@ -79,13 +79,13 @@ class PhaseClock:
                 self._after_backward()
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self.is_ours():
+        if not torch.compiler.is_compiling() and self.is_ours():
             self._forget_step(optimizer)
             self._stepping.append(id(optimizer))
             self._before_step(optimizer)
 
     def _step_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self.is_ours():
+        if not torch.compiler.is_compiling() and self.is_ours():
             self._forget_step(optimizer)
             self._after_step(optimizer)
 

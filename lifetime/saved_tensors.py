@@ -8,6 +8,7 @@ check against in-place modification, which autograd leaves out under hooks, is m
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch._compile import _disable_dynamo
 
 from lifetime.events import EventKind
 
@@ -66,6 +67,9 @@ class SavedTensorObserver:
             self._hooks.__exit__()
             self._hooks = None
 
+    # Called from compiled regions, too: `torch.compile` must not try to compile the hooks themselves.
+
+    @_disable_dynamo
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         recorder = self._recorder
         storage, nbytes, dtype = -1, 0, ""
@@ -82,6 +86,7 @@ class SavedTensorObserver:
             version = -1 if tensor.is_inference() else tensor._version
             return _Saved(tensor.detach(), version, storage, nbytes, dtype)
 
+    @_disable_dynamo
     def _unpack(self, saved: _Saved) -> torch.Tensor:
         recorder = self._recorder
         if recorder.is_recording:

@@ -67,6 +67,7 @@ class Iterations:
         limits: Limits,
         strict_plan: bool,
         on_step: Callable[[], None],
+        grown_nbytes: Callable[[], int],
     ) -> None:
         self._engine = engine
         self._hooks = hooks
@@ -76,6 +77,7 @@ class Iterations:
         self._limits = limits
         self._strict_plan = strict_plan
         self._on_step = on_step
+        self._grown_nbytes = grown_nbytes
         self._sizes = OpSizes()
         self._lessons: dict[IterationKey, Lesson] = {}
         self._learnt: dict[IterationKey, Learnt | None] = {}
@@ -161,7 +163,7 @@ class Iterations:
         self._active = True
         self._key = WITHOUT_ROOT
         self._note_begin()
-        self._hooks.mode = ReactiveMode(self._engine)
+        self._hooks.mode = ReactiveMode(self._engine, self._grown_nbytes)
         self._engine.log.add(
             "tensors were saved before the root module ran: iterations are taken from one optimizer step to the next"
         )
@@ -241,7 +243,7 @@ class Iterations:
         logging.getLogger("teraio").debug("mismatch: %s", what)
         self._planned = None
         self._forget(self._key)
-        self._hooks.mode = ReactiveMode(self._engine)
+        self._hooks.mode = ReactiveMode(self._engine, self._grown_nbytes)
 
     def _forget(self, key: IterationKey) -> None:
         """Learn the key again, unless that has been in vain too often."""

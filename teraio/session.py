@@ -191,6 +191,7 @@ class Session:
             limits=Limits(self._budget_nbytes, min_nbytes),
             strict_plan=self._config.strict_plan,
             on_step=self._stepped,
+            grown_nbytes=self._grown_nbytes,
         )
         self._base_rss_nbytes = process_memory.anon_rss_nbytes() - state_nbytes(self._models, self._optimizers)
         self._chunk_steps()
@@ -249,8 +250,12 @@ class Session:
     def _chunk(self) -> None:
         self._hooks.tick(EventKind.OPTIMIZER_CHUNK)
 
+    def _grown_nbytes(self) -> int:
+        """What the process has grown beyond the interpreter and its libraries: an upper estimate of tensor bytes."""
+        return process_memory.anon_rss_nbytes() - self._base_rss_nbytes
+
     def _stepped(self) -> None:
-        grown = process_memory.anon_rss_nbytes() - self._base_rss_nbytes
+        grown = self._grown_nbytes()
         state = state_nbytes(self._models, self._optimizers)
         self._unseen_nbytes = max(self._unseen_nbytes, grown - state - self._engine.pool.total_nbytes)
         if self._trace_to is not None and self._iterations.completed >= 2 and self.trace is not None:

@@ -17,6 +17,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 
 import torch
 
@@ -28,8 +29,24 @@ from teraio.runtime.residency import Record, Remains, State
 
 MakeRoom = Callable[[int], None]
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-# References to a storage that the record alone holds: its slot, and the argument of getrefcount itself.
-_OWN_REFERENCES = 2
+
+
+class _Slot:
+    """Holds one object, as a record holds its storage."""
+
+    __slots__ = ("storage",)
+
+    def __init__(self, storage: object) -> None:
+        self.storage = storage
+
+
+def _references(slot: "_Slot | Record") -> int:
+    """References to what a slot holds, as seen from here."""
+    return sys.getrefcount(slot.storage)
+
+
+# What `_references` gives when the slot is the only holder; it differs between versions of Python.
+_OWN_REFERENCES = _references(_Slot(object()))
 
 
 class Engine:
@@ -37,8 +54,8 @@ class Engine:
 
     Thread safety: all methods take ``lock``; records may die anywhere, see `Record`.
 
-    Invariants: ``absent_nbytes`` is the sum over live records with ``absent``; a record in OFFLOADING is in
-    ``offloading``, one in RELOADING in ``reloading``.
+    Invariants: ``absent_nbytes`` is the sum over live records with ``absent``. The engine holds no record: only saved
+    tensors do, so that a record dies, and its queued write is cancelled, when the last of them goes.
     """
 
     def __init__(self, store: Store, budget_nbytes: int, log: EventLog, *, io_timeout_s: float, verify: bool) -> None:
@@ -48,8 +65,7 @@ class Engine:
         self.lock = threading.RLock()
         self.pool = SlabPool()
         self.remains: deque[Remains] = deque()
-        self.offloading: deque[Record] = deque()
-        self.reloading: deque[Record] = deque()
+        self._offloading: deque[tuple[weakref.ref[Record], Ticket]] = deque()
         self.absent_nbytes = 0
         self.peak_nbytes = 0
         self.stall_s = 0.0
@@ -100,8 +116,11 @@ class Engine:
         """Bury dead records, take ended transfers and returned slabs into the books. Cheap when nothing happened."""
         while self.remains:
             self._bury(self.remains.popleft())
-        while self.offloading and (ticket := self.offloading[0].ticket) is not None and ticket.done():
-            self._end_offload(self.offloading.popleft())
+        while self._offloading and self._offloading[0][1].done():
+            ref, ticket = self._offloading.popleft()
+            record = ref()
+            if record is not None and record.ticket is ticket:
+                self._end_offload(record, ticket)
         if self._lingering:
             self._lingering = [(ticket, n) for ticket, n in self._lingering if not ticket.done()]
             self._lingering_nbytes = sum(n for _, n in self._lingering)
@@ -133,8 +152,10 @@ class Engine:
             return False
         if _use_count is None:
             return True
-        # `storage` here is one more reference than the record's own.
-        return sys.getrefcount(storage) <= _OWN_REFERENCES + 1 and _use_count(storage._cdata) <= 1
+        if _use_count(storage._cdata) > 1:
+            return False
+        del storage
+        return _references(record) <= _OWN_REFERENCES
 
     def start_offload(self, record: Record, *, release: bool, priority: Priority = Priority.BACKGROUND) -> bool:
         """Start writing a resident storage that is free; gives False when it cannot be started now."""
@@ -155,12 +176,10 @@ class Engine:
             return False
         record.release_wanted = release
         record.move_to(State.OFFLOADING)
-        self.offloading.append(record)
+        self._offloading.append((weakref.ref(record), record.ticket))
         return True
 
-    def _end_offload(self, record: Record) -> None:
-        ticket = record.ticket
-        assert ticket is not None
+    def _end_offload(self, record: Record, ticket: Ticket) -> None:
         record.ticket = None
         error = ticket.exception()
         if error is not None:
@@ -220,7 +239,6 @@ class Engine:
             raise OffloadError(f"{record} could not be read back, it stays on the SSD: {error}") from error
         record.move_to(State.RELOADING)
         record.storage, record.ticket = storage, ticket
-        self.reloading.append(record)
         return True
 
     def fetch(self, record: Record, make_room: MakeRoom) -> torch.UntypedStorage:
@@ -245,7 +263,6 @@ class Engine:
 
     def _undo_offload(self, record: Record) -> None:
         """The write had not started: the storage is used again first."""
-        self.offloading.remove(record)
         record.ticket = None
         record.move_to(State.RESIDENT)
         if record.extent is not None:
@@ -256,10 +273,11 @@ class Engine:
         ticket, storage = record.ticket, record.storage
         assert ticket is not None
         assert storage is not None
-        self.reloading.remove(record)
         record.ticket = None
         try:
-            self.wait(ticket, record)
+            self._wait_for_end(ticket, str(record))
+            if (failure := ticket.exception()) is not None:
+                raise failure
             if record.checksum is not None and _checksum(storage) != record.checksum:
                 raise CorruptExtentError(5, f"{record}: its bytes changed on the SSD (extent {record.extent})")
         except BaseException as error:
@@ -275,35 +293,30 @@ class Engine:
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
-    def wait(self, ticket: Ticket, record: Record) -> None:
-        """Wait for a transfer; the time counts as stall.
+    def _wait_for_end(self, ticket: Ticket, what: str) -> None:
+        """Wait until a transfer has ended, well or not; the time counts as stall.
 
         Raises:
-            OffloadTimeout: It did not end within the configured time.
-            BackendError: It failed.
+            OffloadTimeout: It did not end within the configured time; it goes on.
         """
-        if not ticket.done():
-            start_s = time.perf_counter()
-            try:
-                ticket.wait(self._io_timeout_s)
-            except TimeoutError as error:
-                raise OffloadTimeout(f"{record}: no end after {self._io_timeout_s} s: {error}") from error
-            finally:
-                self.stall_s += time.perf_counter() - start_s
-        else:
-            ticket.wait(0)
+        if ticket.done():
+            return
+        start_s = time.perf_counter()
+        try:
+            ticket.wait(self._io_timeout_s)
+        except (BackendError, CancelledError):
+            pass  # who needs the bytes looks at the outcome
+        except TimeoutError as error:
+            raise OffloadTimeout(f"{what}: no end after {self._io_timeout_s} s: {error}") from error
+        finally:
+            self.stall_s += time.perf_counter() - start_s
 
     def wait_for_one_offload(self) -> bool:
         """Wait until the oldest running write has ended, well or not; gives False when none is running."""
-        if not self.offloading:
+        if not self._offloading:
             return False
-        record = self.offloading[0]
-        if record.ticket is not None:
-            try:
-                self.wait(record.ticket, record)
-            except (BackendError, OSError) as error:
-                if isinstance(error, TimeoutError):
-                    raise
+        ref, ticket = self._offloading[0]
+        self._wait_for_end(ticket, str(ref() or "a saved storage that has died"))
         self.tidy()
         return True
 
@@ -311,16 +324,7 @@ class Engine:
         """Wait for a running write of a storage that has died meanwhile; gives False when there is none."""
         if not self._lingering:
             return False
-        ticket, _ = self._lingering[0]
-        start_s = time.perf_counter()
-        try:
-            ticket.wait(self._io_timeout_s)
-        except TimeoutError as error:
-            raise OffloadTimeout(f"a write of a dead storage has not ended: {error}") from error
-        except BackendError:
-            pass  # its bytes are of no use to anyone any more
-        finally:
-            self.stall_s += time.perf_counter() - start_s
+        self._wait_for_end(self._lingering[0][0], "a saved storage that has died")
         self.tidy()
         return True
 

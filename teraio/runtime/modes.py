@@ -7,6 +7,7 @@ bytes; modes differ in speed and memory only.
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 from lifetime import EventKind
@@ -55,11 +56,12 @@ class PassiveMode:
 class ReactiveMode:
     """What happens is not what was learnt: every storage that nothing else holds leaves at once, before going on.
 
-    It knows no memory level, so it keeps the lowest one that hooks alone can reach.
+    It knows no memory level, so it keeps the lowest one that hooks alone can reach, and takes the peak from the process.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, grown_nbytes: Callable[[], int]) -> None:
         self._engine = engine
+        self._grown_nbytes = grown_nbytes
         self._waiting: list[weakref.ref[Record]] = [weakref.ref(record) for record in engine.all_records()]
 
     def packed(self, record: Record | None, nbytes: int, dtype: str) -> None:
@@ -97,3 +99,4 @@ class ReactiveMode:
         self._waiting = still_waiting
         while engine.wait_for_one_offload():
             pass
+        engine.peak_nbytes = max(engine.peak_nbytes, self._grown_nbytes())

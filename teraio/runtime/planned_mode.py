@@ -51,7 +51,7 @@ class PlannedMode:
         self._offset_nbytes = offset_nbytes
         self._on_mismatch = on_mismatch
         self._bound: dict[int, weakref.ref[Record]] = {}
-        self._offloads: list[Record] = []
+        self._offloads: list[weakref.ref[Record]] = []
         self._reloads: deque[tuple[weakref.ref[Record], int]] = deque()
         self._level_nbytes = 0
         self.cursor = 0
@@ -120,21 +120,23 @@ class PlannedMode:
         self._level_nbytes = self._learnt.needs_nbytes[k] + self._offset_nbytes
         for move in self._learnt.moves[k]:
             ref = self._bound.get(move.storage)
-            record = ref() if ref is not None else None
-            if record is None:
+            if ref is None or ref() is None:
                 continue
             if move.kind is MoveKind.RELOAD:
-                self._reloads.append((weakref.ref(record), move.deadline))
+                self._reloads.append((ref, move.deadline))
             else:
-                self._offloads.append(record)
+                self._offloads.append(ref)
         if self._offloads:
-            self._offloads = [
-                r for r in self._offloads if not engine.start_offload(r, release=True) and not r.unwritable
-            ]
+            self._offloads = [ref for ref in self._offloads if not self._leaves(ref)]
         if self._reloads:
             self._start_reloads(k)
         self._hold_budget(0, in_use)
         engine.note_peak(self._level_nbytes)
+
+    def _leaves(self, ref: weakref.ref[Record]) -> bool:
+        """Whether a storage that is to leave is on its way, or never will be: held ones are tried again later."""
+        record = ref()
+        return record is None or self._engine.start_offload(record, release=True) or record.unwritable
 
     def _start_reloads(self, k: int) -> None:
         """Start the reloads whose memory fits beside what this segment needs; the rest waits for the next event."""

@@ -104,6 +104,7 @@ def test_a_storage_saved_through_several_views_is_written_once(kit: Any) -> None
     distinct = sum(trace.storages[i].nbytes for i in packed)
     num_packs = sum(event.kind == 0 and event.storage >= 0 for event in trace.events)
     assert num_packs > 2 * len(packed)  # else nothing was shared
-    for step in outcome.steps:
-        assert 0 < step.written_nbytes <= distinct
+    assert outcome.report.written_nbytes > 0
+    for step in outcome.steps:  # a step may write less: what is used at once is not written
+        assert step.written_nbytes <= distinct
         assert step.read_nbytes <= distinct
