@@ -7,12 +7,13 @@ storage that was built on it.
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 _buffers: dict[int, tuple[weakref.ref[object], int]] = {}
 _storages_on_buffers: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+_watchers: list[Callable[[torch.UntypedStorage], None]] = []
 _total_nbytes = 0
 _lock = threading.RLock()  # a weak reference may fire inside a guarded region of the same thread
 
@@ -31,9 +32,23 @@ def announce_buffer(owner: object, nbytes: int) -> None:
 
 
 def announce_storage_on_buffer(storage: torch.UntypedStorage) -> None:
-    """Say that the bytes of `storage` belong to an announced buffer; recorders must not have seen it yet."""
+    """Say that the bytes of `storage` belong to an announced buffer, or to no memory of the device, from now on."""
     key = storage._cdata
-    _storages_on_buffers[key] = weakref.ref(storage, lambda _: _storages_on_buffers.pop(key, None))
+    if key not in _storages_on_buffers:
+        _storages_on_buffers[key] = weakref.ref(storage, lambda _: _storages_on_buffers.pop(key, None))
+        for watcher in list(_watchers):
+            watcher(storage)
+
+
+def watch_storages(watcher: Callable[[torch.UntypedStorage], None]) -> None:
+    """Tell `watcher` of every storage announced from now on, until `unwatch_storages`."""
+    _watchers.append(watcher)
+
+
+def unwatch_storages(watcher: Callable[[torch.UntypedStorage], None]) -> None:
+    """Stop telling `watcher`; does nothing when it does not watch."""
+    if watcher in _watchers:
+        _watchers.remove(watcher)
 
 
 def lies_on_buffer(storage: torch.UntypedStorage) -> bool:

@@ -20,8 +20,9 @@ class ModuleNames:
     """
 
     def __init__(self, models: Iterable[torch.nn.Module]) -> None:
-        self._modules = {module: name for model in models for name, module in model.named_modules()}
-        self._stack: list[tuple[torch.nn.Module, str]] = []
+        self._modules = [(name, module) for model in models for name, module in model.named_modules()]
+        self._names = {id(module): name for name, module in self._modules}
+        self._stack: list[tuple[int, str]] = []
         self._handles: list[Any] = []
         self._thread = 0
         self.current = ""
@@ -34,8 +35,10 @@ class ModuleNames:
                 register_module_forward_pre_hook(self._enter),
                 register_module_forward_hook(self._exit, always_call=True),
             ]
-        for module in self._modules:
-            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+        for name, module in self._modules:
+            # A root has no name to tell; whoever owns it may end the recording in a hook on it, and torch does not
+            # allow a module's hooks to change while it walks through them.
+            if name and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
                 self._handles += [
                     module.register_forward_pre_hook(self._enter),
                     module.register_forward_hook(self._exit, always_call=True),
@@ -46,14 +49,14 @@ class ModuleNames:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._modules = {}
+        self._modules = []
         self._stack = []
 
     def _enter(self, module: torch.nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling() or not self._is_ours():
             return
-        self._stack.append((module, self.current))
-        self.current = self._modules.get(module, type(module).__name__)
+        self._stack.append((id(module), self.current))
+        self.current = self._names.get(id(module), type(module).__name__)
 
     def _exit(self, module: torch.nn.Module, *_: Any) -> None:
         if torch.compiler.is_compiling() or not self._is_ours():
@@ -61,7 +64,7 @@ class ModuleNames:
         # A module whose entry was not seen (a hook before ours raised) has nothing to leave; one whose exit was not
         # seen is left with the module round it.
         for i in reversed(range(len(self._stack))):
-            if self._stack[i][0] is module:
+            if self._stack[i][0] == id(module):
                 self.current = self._stack[i][1]
                 del self._stack[i:]
                 break

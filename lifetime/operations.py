@@ -21,6 +21,8 @@ class OpFacts(NamedTuple):
     """Looks at tensors without touching memory, and is called so often that it would drown the rest."""
     writes: frozenset[int | str]
     """Positions and names of the arguments that it writes."""
+    outs: frozenset[str]
+    """Names of the arguments that are results by another way (``out=``)."""
     may_resize: bool
     """Whether what it writes may get more memory (``out=``, ``resize_``)."""
     is_fresh: bool
@@ -39,15 +41,19 @@ def _learn(func: Any) -> OpFacts:
     name = str(func)
     schema = getattr(func, "_schema", None)  # higher-order operators have none
     writes: set[int | str] = set()
+    outs: set[str] = set()
     for position, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             writes.add(argument.name)
-            if not argument.kwarg_only:
+            if argument.kwarg_only:
+                outs.add(argument.name)
+            else:
                 writes.add(position)
     return OpFacts(
         name=name,
         ignored=getattr(func, "namespace", "") == "prim",
         writes=frozenset(writes),
+        outs=frozenset(outs),
         may_resize=bool(writes) and not _keeps_sizes(name),
         is_fresh=name in _FRESH,
     )

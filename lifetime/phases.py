@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lifetime.events import Phase
+from lifetime.optimizer_steps import settle_hooks, unwatch_steps, watch_steps
 
 OptimizerHook = Callable[[torch.optim.Optimizer], None]
 
@@ -20,7 +20,12 @@ OptimizerHook = Callable[[torch.optim.Optimizer], None]
 class PhaseClock:
     """The phase of one recording.
 
-    Thread safety: call it on the thread that recorded first, or on autograd's threads working for it.
+    Args:
+        before_step: Called before an optimizer steps.
+        after_step: Called after it has stepped.
+        after_backward: Called when an outermost backward pass has finished.
+
+    Thread safety: call it on the thread that started it, or on autograd's threads working for that one.
     """
 
     def __init__(
@@ -34,22 +39,21 @@ class PhaseClock:
         self._task = -1  # the outermost running backward pass
         self._newest_task = -1
         self._stepping: list[int] = []
-        self._handles: list[Any] = []
+        self._hooks_are_settled = True
+        self._running = False
         self._thread = 0
 
     def start(self) -> None:
         """Begin to watch optimizers."""
         self._thread = threading.get_ident()
-        self._handles = [
-            register_optimizer_step_pre_hook(self._step_begins),
-            register_optimizer_step_post_hook(self._step_ended),
-        ]
+        self._running = True
+        watch_steps(self)
+        self._hooks_are_settled = settle_hooks()
 
     def stop(self) -> None:
         """Stop watching."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._running = False
+        unwatch_steps(self)
 
     def is_ours(self) -> bool:
         """Whether the calling thread is the one that started, or one of autograd's."""
@@ -57,6 +61,8 @@ class PhaseClock:
 
     def phase(self) -> Phase:
         """What the program is doing now."""
+        if not self._hooks_are_settled:
+            self._hooks_are_settled = settle_hooks()
         task = torch._C._current_graph_task_id()
         if task == -1:
             if self._task != -1:  # a backward pass that raised does not call back
@@ -75,17 +81,19 @@ class PhaseClock:
         if self._task == task:
             self._task = -1
             self.num_backwards += 1
-            if self._handles:
+            if self._running:
                 self._after_backward()
 
-    def _step_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and self.is_ours():
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """`optimizer` is about to step."""
+        if self.is_ours():
             self._forget_step(optimizer)
             self._stepping.append(id(optimizer))
             self._before_step(optimizer)
 
-    def _step_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and self.is_ours():
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        """`optimizer` has stepped."""
+        if self.is_ours():
             self._forget_step(optimizer)
             self._after_step(optimizer)
 

@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lifetime.buffers import buffers_nbytes, lies_on_buffer
+from lifetime.buffers import buffers_nbytes, lies_on_buffer, unwatch_storages, watch_storages
 from lifetime.columns import TraceBuilder
 from lifetime.events import EventKind, Phase, StorageKind
 from lifetime.module_names import ModuleNames
@@ -46,6 +46,7 @@ class Recorder:
         model: One module or several; their parameters and buffers count from entry and give names.
         optimizer: One optimizer or several; the parameters and the state that exist at entry count from entry.
         saved_tensors: Watch saved tensors too (pack and unpack events). Hooks that are already active keep working.
+            The gradient transforms of ``torch.func`` refuse to run under any such hooks.
         count_buffers: Count memory that a runtime announced (`lifetime.buffers`). A runtime that records storages as
             if nothing had been moved turns it off.
         device: Count only storages on this device; those elsewhere are recorded with 0 bytes. Default: count all.
@@ -140,6 +141,8 @@ class Recorder:
         self._phases.start()
         self._modules.start()
         watch_resizes(self._storage_resized)
+        if self._count_buffers:
+            watch_storages(self.tracker.counted_elsewhere)
         if self._observer is not None:
             self._observer.start()
         if push_mode:
@@ -154,6 +157,7 @@ class Recorder:
         if self._observer is not None:
             self._observer.stop()
         unwatch_resizes(self._storage_resized)
+        unwatch_storages(self.tracker.counted_elsewhere)
         self._modules.stop()
         self._phases.stop()
         self._name_gradients()
@@ -230,7 +234,8 @@ class Recorder:
                 self._note_input(value, position in writes, birth_op, uses)
         for name, value in kwargs.items():
             if value.__class__ not in _SCALAR_TYPES:
-                self._note_input(value, name in writes, birth_op, uses)
+                born = self.tracker.num_ops if name in facts.outs else birth_op
+                self._note_input(value, name in writes, born, uses)
         return uses
 
     def _note_input(self, value: Any, written: bool, birth_op: int, uses: dict[int, bool]) -> None:
@@ -320,8 +325,9 @@ class Recorder:
             kind = StorageKind.TEMPORARY
         else:
             kind = StorageKind.PARAMETER if isinstance(tensor, torch.nn.Parameter) else StorageKind.INPUT
-        nbytes = storage.nbytes() if self._counts(tensor, storage) else 0
-        return self.tracker.add(tensor, storage, birth_op, kind, nbytes=nbytes)
+        counted = self._counts(tensor, storage)
+        nbytes = storage.nbytes() if counted else 0
+        return self.tracker.add(tensor, storage, birth_op, kind, nbytes=nbytes, counted=counted)
 
     def _counts(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         device = self._device

@@ -205,27 +205,29 @@ class Trace:
         uses, c = self.use_columns, self.storage_columns
         order = np.lexsort((uses.op, uses.storage))
         op, storage = uses.op[order], uses.storage[order]
-        elapsed_ns = np.concatenate(([0], np.cumsum(self.op_columns.duration_ns)))
+        elapsed_ns = np.concatenate(([0], np.cumsum(self.op_columns.duration_ns))).tolist()
         periods: list[InactivePeriod] = []
         same = storage[1:] == storage[:-1]
         for i in np.flatnonzero(same & (op[1:] > op[:-1] + 1)).tolist():
             start, end, s = int(op[i]) + 1, int(op[i + 1]), int(storage[i])
-            periods.append(InactivePeriod(s, int(c.nbytes[s]), start, end, int(elapsed_ns[end] - elapsed_ns[start])))
-        first = np.flatnonzero(np.concatenate(([True], ~same))) if len(op) else np.array([], dtype=np.int64)
-        last = np.concatenate((first[1:], [len(op)])) - 1
-        for i, j in zip(first.tolist(), last.tolist(), strict=True):
-            s = int(storage[i])
-            if c.birth_op[s] == -1 and c.death_op[s] == self.num_ops:
-                start, end = int(op[j]) + 1, int(op[i])
+            periods.append(InactivePeriod(s, int(c.nbytes[s]), start, end, elapsed_ns[end] - elapsed_ns[start]))
+        bounds = np.flatnonzero(~same) + 1  # where the uses of the next storage begin
+        firsts = [0, *bounds.tolist()] if len(op) else []
+        lasts = [*(bounds - 1).tolist(), len(op) - 1] if len(op) else []
+        for first, last in zip(firsts, lasts, strict=True):
+            start, end, s = int(op[last]) + 1, int(op[first]), int(storage[first])
+            lasting = c.birth_op[s] == -1 and c.death_op[s] == self.num_ops
+            if lasting and (start < self.num_ops or end > 0):
                 duration = elapsed_ns[-1] - elapsed_ns[start] + elapsed_ns[end]
-                if start < self.num_ops or end > 0:
-                    periods.append(InactivePeriod(s, int(c.nbytes[s]), start, end, int(duration)))
+                periods.append(InactivePeriod(s, int(c.nbytes[s]), start, end, duration))
         return periods
 
     def active_fraction(self) -> npt.NDArray[np.float64]:
         """Share of the live bytes that each operation touches, ``[num_ops]``, between 0 and 1."""
         live = self.memory_curve()
-        return np.divide(self.op_columns.nbytes, live, out=np.zeros(self.num_ops), where=live > 0)
+        # A storage that lies on a runtime's buffer later on counts 0 from its birth, and did count when it was used.
+        touched = np.minimum(self.op_columns.nbytes, live)
+        return np.divide(touched, live, out=np.zeros(self.num_ops), where=live > 0)
 
     @cached_property
     def signature(self) -> str:

@@ -5,6 +5,7 @@ unpickled, every count is checked before memory is allocated for it, and a file 
 with a reason.
 """
 
+import errno
 import json
 import os
 import struct
@@ -93,6 +94,10 @@ def load_trace(path: str | Path) -> Trace:
         raise TraceFormatError(f"{path}: {error}") from error
     except TraceError as error:
         raise TraceFormatError(f"{path} does not hold together: {error}; record it again") from error
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # which answers an offset that only a damaged directory can ask for
+            raise
+        raise TraceFormatError(f"{path} is not a readable trace file ({error}); record it again") from error
     except (zipfile.BadZipFile, zlib.error, EOFError, struct.error, *_REFUSALS_OF_ZIPFILE) as error:
         raise TraceFormatError(f"{path} is not a readable trace file ({error}); record it again") from error
 

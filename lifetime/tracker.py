@@ -59,8 +59,8 @@ class StorageTracker:
         self._index_by_cdata: dict[int, int] = {}
         self._watches: dict[int, _Watch] = {}
         self._num_memories: list[int] = []  # memories that carry the storage now: two while it is read back early
-        self._memory_nbytes: list[int] = []  # size of the memory, also where it counts as 0
         self._detained: set[int] = set()
+        self._uncounted: set[int] = set()
         self._filled_at: dict[int, int] = {}  # cdata of an emptied memory -> operations begun when it grew again
         self._watching = True
         self._lock = threading.RLock()  # a death may come while the same thread holds it
@@ -71,7 +71,14 @@ class StorageTracker:
         return self._index_by_cdata.get(storage._cdata)
 
     def add(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, birth_op: int, kind: StorageKind, *, nbytes: int
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        birth_op: int,
+        kind: StorageKind,
+        *,
+        nbytes: int,
+        counted: bool = True,
     ) -> int:
         """Register a storage that is not known yet; `tensor` gives its dtype and shape.
 
@@ -80,16 +87,19 @@ class StorageTracker:
             storage: Not known yet.
             birth_op: The operation that made it, -1 when it existed before.
             kind: What it holds, as far as known.
-            nbytes: The bytes to count: its size, or 0 when they are counted elsewhere.
+            nbytes: Its size, 0 when it is not counted.
+            counted: Whether its bytes count, now and when it grows.
         """
         dtype = tensor.dtype
         name = _dtype_names.get(dtype) or _dtype_names.setdefault(dtype, str(dtype).removeprefix("torch."))
         with self._lock:
             if self._filled_at:
                 filled_at = self._filled_at.pop(storage._cdata, -1)
-                birth_op = filled_at if birth_op < 0 else birth_op
+                if birth_op < 0 <= filled_at:
+                    birth_op, kind = filled_at, StorageKind.TEMPORARY
             index = self._append(nbytes, birth_op, kind, name, tuple(tensor.shape))
-            self._memory_nbytes[index] = storage.nbytes()
+            if not counted:
+                self._uncounted.add(index)
             self._watch(storage, index)
         return index
 
@@ -126,18 +136,23 @@ class StorageTracker:
                 if self._num_memories[index] == 0:
                     self._bury(index)
 
+    def counted_elsewhere(self, storage: torch.UntypedStorage) -> None:
+        """The bytes of `storage` are counted on a buffer from now on: it goes on living with 0 bytes."""
+        with self._lock:
+            index = self._index_by_cdata.get(storage._cdata)
+            if index is not None and self.death_op[index] == ALIVE:
+                self.live_nbytes -= self.nbytes[index]
+                self.nbytes[index] = 0
+                self._uncounted.add(index)
+
     def has_grown(self, index: int, storage: torch.UntypedStorage) -> None:
         """Compare the size of the memory with the one last seen, and count what was added."""
-        nbytes = storage.nbytes()
-        known = self._memory_nbytes[index]
-        if nbytes <= known:
-            return
-        with self._lock:
-            self._memory_nbytes[index] = nbytes
-            if self.nbytes[index] == known:  # else its bytes are counted elsewhere
-                self.nbytes[index] = nbytes
+        growth = storage.nbytes() - self.nbytes[index]
+        if growth > 0 and index not in self._uncounted:
+            with self._lock:
+                self.nbytes[index] += growth
                 if self.death_op[index] == ALIVE:
-                    self.live_nbytes += nbytes - known
+                    self.live_nbytes += growth
                     self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
 
     def resized(self, storage: torch.UntypedStorage, old_nbytes: int) -> None:
@@ -185,7 +200,6 @@ class StorageTracker:
         self.freeable_event.append(-1)
         self.shape.append(shape)
         self._num_memories.append(0)
-        self._memory_nbytes.append(nbytes)
         self.live_nbytes += nbytes
         if self.live_nbytes > self.peak_nbytes:
             self.peak_nbytes = self.live_nbytes

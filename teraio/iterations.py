@@ -28,6 +28,7 @@ from teraio.runtime.engine import Engine
 from teraio.runtime.hooks import SavedTensorHooks
 from teraio.runtime.modes import PassiveMode, ReactiveMode
 from teraio.runtime.op_sizes import OpSizes
+from teraio.runtime.optimizer_state import OptimizerState
 from teraio.runtime.planned_mode import Learnt, PlannedMode
 from teraio.state_size import state_nbytes
 
@@ -68,6 +69,8 @@ class Iterations:
         strict_plan: bool,
         on_step: Callable[[], None],
         grown_nbytes: Callable[[], int],
+        states: Sequence[OptimizerState],
+        move_states: bool | None,
     ) -> None:
         self._engine = engine
         self._hooks = hooks
@@ -78,6 +81,8 @@ class Iterations:
         self._strict_plan = strict_plan
         self._on_step = on_step
         self._grown_nbytes = grown_nbytes
+        self._states = states
+        self._move_states = move_states
         self._sizes = OpSizes()
         self._lessons: dict[IterationKey, Lesson] = {}
         self._learnt: dict[IterationKey, Learnt | None] = {}
@@ -116,6 +121,9 @@ class Iterations:
             )
         if not self._optimizers:
             self._handles.append(register_optimizer_step_post_hook(lambda *_: self._optimizer_stepped(0)))
+        if self._move_states:
+            for state in self._states:
+                state.start()
         self._mark()
         if self._starts_at_boundary:
             self._begin(WITHOUT_ROOT)
@@ -204,6 +212,15 @@ class Iterations:
             with self._engine.lock:
                 self._end(completed=False)
 
+    def _relieve(self) -> bool:
+        """Saved tensors alone do not suffice: let optimizer state leave too, if the user left the choice to us."""
+        if self._move_states is not None or not self._states:
+            return False
+        self._move_states = True
+        self._engine.log.add("moving saved tensors alone does not keep the budget: optimizer state leaves as well")
+        started = [state.start() for state in self._states]
+        return any(started)
+
     # --- modes -------------------------------------------------------------------------------------------------------
 
     def _begin(self, key: IterationKey) -> None:
@@ -225,7 +242,7 @@ class Iterations:
             recorder = Recorder(
                 model=self._models, optimizer=self._optimizers, saved_tensors=False, count_buffers=False
             )
-            self._admission = AdmissionMode(engine, recorder, self._sizes)
+            self._admission = AdmissionMode(engine, recorder, self._sizes, self._relieve)
             hooks.mode = self._admission
             self._admission.start()
 
@@ -285,12 +302,16 @@ class Iterations:
             min_nbytes=self._limits.min_nbytes,
             persistent_nbytes=self._begin_state_nbytes,
             carried=self._begin_carried,
+            away_nbytes=sum(state.moving_nbytes for state in self._states),
+            chunk_nbytes=max((state.largest_chunk_nbytes for state in self._states), default=0),
         )
         self._lessons[self._key] = lesson
         self._learnt[self._key] = self._make(lesson)
 
     def _make(self, lesson: Lesson) -> Learnt | None:
         plan = find_plan(lesson, self._limits, self.hardware(), self._policy)
+        if plan is None and self._relieve():
+            return None
         if plan is None:
             self._engine.log.add(
                 "no plan fits the budget, which only just suffices: steps run unplanned, operation by operation"

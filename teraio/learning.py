@@ -7,11 +7,15 @@ none.
 
 import dataclasses
 
-from lifetime import Hardware, Trace
+import numpy as np
+
+from lifetime import EventKind, Hardware, Trace
 from teraio.planner.plan import Limits, Move, Plan
 from teraio.planner.planning import make_plan
 from teraio.planner.problem import Problem, build_problem
 from teraio.runtime.planned_mode import Learnt
+
+_CHUNKS_IN_MEMORY = 3
 
 
 @dataclasses.dataclass(eq=False)
@@ -20,13 +24,37 @@ class Lesson:
 
     trace: Trace
     problem: Problem
+    needs_nbytes: list[int]
+    """What each segment needs when nothing at all is away."""
     persistent_nbytes: int
     carried: tuple[int, int]
 
 
-def take_lesson(trace: Trace, *, min_nbytes: int, persistent_nbytes: int, carried: tuple[int, int]) -> Lesson:
-    """Prepare `trace` for planning."""
-    return Lesson(trace, build_problem(trace, min_nbytes=min_nbytes), persistent_nbytes, carried)
+def take_lesson(
+    trace: Trace,
+    *,
+    min_nbytes: int,
+    persistent_nbytes: int,
+    carried: tuple[int, int],
+    away_nbytes: int = 0,
+    chunk_nbytes: int = 0,
+) -> Lesson:
+    """Prepare `trace` for planning.
+
+    Args:
+        trace: A completed iteration.
+        min_nbytes: Storages below this many bytes stay.
+        persistent_nbytes: Bytes of model and optimizer when it began.
+        carried: Count and bytes of saved storages that were alive when it began.
+        away_nbytes: Optimizer state that is on the SSD between steps; a plan need not make room for it.
+        chunk_nbytes: State of the largest chunk. While stepping, three chunks are in memory: one being written, one in
+            use, one being read.
+    """
+    plain = build_problem(trace, min_nbytes=min_nbytes)
+    stepping = trace.event_columns.kind == EventKind.OPTIMIZER_CHUNK
+    away = np.where(stepping, max(0, away_nbytes - _CHUNKS_IN_MEMORY * chunk_nbytes), away_nbytes)
+    problem = dataclasses.replace(plain, need_nbytes=plain.need_nbytes - away)
+    return Lesson(trace, problem, plain.need_nbytes.tolist(), persistent_nbytes, carried)
 
 
 def find_plan(lesson: Lesson, limits: Limits, hardware: Hardware, policy: str | Plan) -> Plan | None:
@@ -53,7 +81,7 @@ def translate(lesson: Lesson, plan: Plan) -> Learnt:
     return Learnt(
         expected=list(zip(columns.kind.tolist(), columns.nbytes.tolist(), dtypes, strict=True)),
         storages=columns.storage.tolist(),
-        needs_nbytes=lesson.problem.need_nbytes.tolist(),
+        needs_nbytes=lesson.needs_nbytes,
         moves=moves,
         plan=plan,
         persistent_nbytes=lesson.persistent_nbytes,

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from io_backend import BackendConfig, Store, open_store
-from lifetime import EventKind, Trace
+from lifetime import Trace
 from teraio.budget import default_budget_nbytes
 from teraio.config import Config
 from teraio.errors import ConfigError, InfeasibleBudgetError
@@ -27,7 +27,9 @@ from teraio.runtime import process_memory
 from teraio.runtime.engine import Engine
 from teraio.runtime.events import EventLog
 from teraio.runtime.hooks import SavedTensorHooks
+from teraio.runtime.optimizer_state import OptimizerState
 from teraio.runtime.optimizer_step import ChunkedStep, can_be_chunked
+from teraio.runtime.swap import can_exchange
 from teraio.sizes import format_nbytes, parse_nbytes
 from teraio.state_size import state_nbytes
 
@@ -64,7 +66,8 @@ def offload(
         budget: Bytes of tensor storage on the training device at any time, model and optimizer included: a number, a
             text like ``"6GiB"``, or one per device. Default: 0.9 of what is free and already held, over local ranks.
         spill: Directory on the SSD, or one for each SSD. Default: ``$TERAIO_SPILL``, else the user's cache directory.
-        kinds: What may leave. This version moves activations: ``"auto"`` or ``{"activation"}``.
+        kinds: What may leave: ``{"activation"}``, ``{"activation", "optimizer"}``, or ``"auto"``: activations, and
+            optimizer state between steps only when they do not suffice.
         policy: ``"planned"``, ``"evict_all"``, ``"keep"``, a `Plan`, or the path of a plan file.
         host_budget: Bytes of the host tier; must be 0 in this version.
         backend: ``"auto"`` or ``"posix"``; ``"kvikio"`` needs the extra and a GPU.
@@ -91,7 +94,7 @@ def offload(
     settings = config if isinstance(config, Config) else Config() if config is None else Config.load(config)
     if not isinstance(settings, Config):
         raise ConfigError(f"config must be a teraio.Config or the path of a TOML file, got {config!r}")
-    _check_kinds(kinds)
+    move_states = _check_kinds(kinds)
     if parse_nbytes(host_budget, name="host_budget") != 0:
         raise ConfigError(
             f"host_budget must be 0 bytes in this version (there is no host tier yet), got {host_budget!r}"
@@ -99,14 +102,8 @@ def offload(
     if backend not in ("auto", "posix", "kvikio"):
         raise ConfigError(f"backend must be 'auto', 'posix' or 'kvikio', got {backend!r}")
     _check_device(models)
-    held_nbytes = state_nbytes(models, optimizers)
-    budget_nbytes = _budget_nbytes(budget, held_nbytes)
-    if held_nbytes > budget_nbytes:
-        raise InfeasibleBudgetError(
-            f"the budget is {format_nbytes(budget_nbytes)}, but the state of model and optimizer alone takes "
-            f"{format_nbytes(held_nbytes)} and stays resident: raise the budget to more than that",
-            floor_nbytes=held_nbytes,
-        )
+    budget_nbytes = _budget_nbytes(budget, state_nbytes(models, optimizers))
+    _check_state_fits(models, optimizers if move_states is False else [], budget_nbytes)
     return Session(
         models,
         optimizers,
@@ -116,6 +113,7 @@ def offload(
         backend=backend,
         trace_to=None if trace_to is None else Path(trace_to),
         verify=verify,
+        move_states=move_states,
         config=settings,
     )
 
@@ -137,6 +135,7 @@ class Session:
         backend: str,
         trace_to: Path | None,
         verify: bool,
+        move_states: bool | None,
         config: Config,
     ) -> None:
         self._models = models
@@ -147,10 +146,12 @@ class Session:
         self._backend = backend
         self._trace_to = trace_to
         self._verify = verify
+        self._move_states = move_states
         self._config = config
         self._log = EventLog()
         self._callbacks: list[Callable[[StepRecord], object]] = []
         self._chunked: list[ChunkedStep] = []
+        self._states: list[OptimizerState] = []
         self._entered = False
         self._open = False
         self._final: Report | None = None
@@ -182,6 +183,7 @@ class Session:
             store, self._budget_nbytes, self._log, io_timeout_s=self._config.io_timeout_s, verify=self._verify
         )
         self._hooks = SavedTensorHooks(self._engine, min_nbytes=min_nbytes, device=torch.device("cpu"))
+        self._chunk_steps()
         self._iterations = Iterations(
             self._engine,
             self._hooks,
@@ -192,9 +194,10 @@ class Session:
             strict_plan=self._config.strict_plan,
             on_step=self._stepped,
             grown_nbytes=self._grown_nbytes,
+            states=self._states,
+            move_states=self._move_states,
         )
         self._base_rss_nbytes = process_memory.anon_rss_nbytes() - state_nbytes(self._models, self._optimizers)
-        self._chunk_steps()
         self._hooks.install()
         self._iterations.install()
         self._open = True
@@ -213,6 +216,11 @@ class Session:
         for chunked in self._chunked:
             chunked.uninstall()
         engine = self._engine
+        if state_nbytes(self._models, self._optimizers) <= self._budget_nbytes:
+            for state in self._states:
+                state.stop()
+        # Else the state stays where it is, usable through its mapping, until the program lets go of it.
+        self._states = []
         with engine.lock:
             while engine.wait_for_one_offload():
                 pass
@@ -239,16 +247,16 @@ class Session:
     def _chunk_steps(self) -> None:
         for optimizer in self._optimizers:
             if can_be_chunked(optimizer):
-                chunked = ChunkedStep(optimizer, self._chunk, self._config.optimizer_chunk_nbytes)
+                state = OptimizerState(optimizer, self._engine, self._hooks, min_nbytes=self._config.min_nbytes)
+                chunked = ChunkedStep(optimizer, state, self._config.optimizer_chunk_nbytes)
+                if can_exchange():
+                    self._states.append(state)
                 chunked.install()
                 self._chunked.append(chunked)
             else:
                 self._log.add(
                     f"{type(optimizer).__name__} is not known to update each parameter alone: its step is left whole"
                 )
-
-    def _chunk(self) -> None:
-        self._hooks.tick(EventKind.OPTIMIZER_CHUNK)
 
     def _grown_nbytes(self) -> int:
         """What the process has grown beyond the interpreter and its libraries: an upper estimate of tensor bytes."""
@@ -308,30 +316,26 @@ class Session:
             InfeasibleBudgetError: The state alone exceeds it; the old budget stays.
         """
         self._require_open("set_budget")
-        held_nbytes = state_nbytes(self._models, self._optimizers)
-        budget_nbytes = _budget_nbytes(budget, held_nbytes)
-        if held_nbytes > budget_nbytes:
-            raise InfeasibleBudgetError(
-                f"the new budget is {format_nbytes(budget_nbytes)}, but the state of model and optimizer alone takes "
-                f"{format_nbytes(held_nbytes)}: the budget stays {format_nbytes(self._budget_nbytes)}",
-                floor_nbytes=held_nbytes,
-            )
+        budget_nbytes = _budget_nbytes(budget, state_nbytes(self._models, self._optimizers))
+        _check_state_fits(self._models, self._optimizers if self._move_states is False else [], budget_nbytes)
         self._budget_nbytes = budget_nbytes
         self._iterations.set_budget(budget_nbytes)
 
     @contextmanager
     def materialize(self) -> Iterator[None]:
-        """A context in which all state of model and optimizer is resident. In this version it always is."""
+        """A context in which all state of model and optimizer is resident, whatever the budget."""
+        if self._open:
+            for state in self._states:
+                state.materialize()
         yield
 
     def save(self, path: str | Path) -> None:
         """Write the state of models and optimizers with ``torch.save``: lists under ``"model"`` and ``"optimizer"``."""
-        with self.materialize():
-            state = {
-                "model": [model.state_dict() for model in self._models],
-                "optimizer": [optimizer.state_dict() for optimizer in self._optimizers],
-            }
-            torch.save(state, path)
+        state = {
+            "model": [model.state_dict() for model in self._models],
+            "optimizer": [optimizer.state_dict() for optimizer in self._optimizers],
+        }
+        torch.save(state, path)  # what is on the SSD is read through its mapping
 
     def report(self) -> Report:
         """What happened so far; after the block, what happened inside.
@@ -405,14 +409,38 @@ def _resolve_policy(policy: str | Path | Plan) -> str | Plan:
     )
 
 
-def _check_kinds(kinds: str | Iterable[str]) -> None:
+def _check_state_fits(
+    models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer], budget_nbytes: int
+) -> None:
+    """Refuse a budget below the state that cannot leave.
+
+    Raises:
+        InfeasibleBudgetError: It names the budget, the state, and the remedy.
+    """
+    held_nbytes = state_nbytes(models, optimizers)
+    if held_nbytes > budget_nbytes:
+        raise InfeasibleBudgetError(
+            f"the budget is {format_nbytes(budget_nbytes)}, but the state of model and optimizer that stays resident "
+            f"takes {format_nbytes(held_nbytes)}: raise the budget to more than that",
+            floor_nbytes=held_nbytes,
+        )
+
+
+def _check_kinds(kinds: str | Iterable[str]) -> bool | None:
+    """Whether optimizer state moves: True, False, or None for when it must."""
     if kinds == "auto":
-        return
+        return None
     chosen = {kinds} if isinstance(kinds, str) else set(kinds)
     if not chosen <= _KINDS:
         raise ConfigError(f"kinds must be 'auto' or a set of {sorted(_KINDS)}, got {sorted(chosen - _KINDS)}")
-    if chosen != {"activation"}:
-        raise ConfigError(f"kinds must be 'auto' or {{'activation'}} in this version, got {sorted(chosen)}")
+    if not {"activation"} <= chosen <= {"activation", "optimizer"}:
+        raise ConfigError(
+            "kinds must be 'auto', {'activation'} or {'activation', 'optimizer'} in this version, "
+            f"got {sorted(chosen)}"
+        )
+    if "optimizer" in chosen and not can_exchange():
+        raise ConfigError(f"moving optimizer state needs torch 2.13 or newer, this is {torch.__version__}")
+    return "optimizer" in chosen
 
 
 def _check_device(models: list[torch.nn.Module]) -> None:

@@ -7,6 +7,7 @@ and carries that trace's signature.
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -99,7 +100,7 @@ class Plan:
         text = "{\n" + "\n".join(lines) + '\n  "moves": [\n    ' + body + "\n  ]\n}\n"
         target = Path(path)
         scratch = target.with_name(target.name + ".part")
-        scratch.write_text(text)
+        scratch.write_text(text, encoding="utf-8")
         scratch.replace(target)
 
     @classmethod
@@ -111,8 +112,8 @@ class Plan:
             OSError: The file cannot be read.
         """
         try:
-            content = json.loads(Path(path).read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
             raise PlanFormatError(f"{path} is not a plan file: {error}") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise PlanFormatError(f"{path} does not say '{FORMAT}': not a plan written by teraio")
@@ -122,13 +123,15 @@ class Plan:
                 "use the teraio that wrote it, or make the plan again"
             )
         try:
-            moves = tuple(_move(entry) for entry in content["moves"])
-            predicted = Prediction(**content["predicted"])
             return cls(
-                str(content["policy"]), str(content["signature"]), _count(content["budget_nbytes"]), moves, predicted
+                policy=_text(content["policy"]),
+                signature=_text(content["signature"]),
+                budget_nbytes=_count(content["budget_nbytes"]),
+                moves=tuple(_move(entry) for entry in content["moves"]),
+                predicted=_prediction(content["predicted"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise PlanFormatError(f"{path} does not hold together: {error}; make the plan again") from error
+            raise PlanFormatError(f"{path} does not hold together: {error!r}; make the plan again") from error
 
 
 def sort_moves(moves: Sequence[Move]) -> tuple[Move, ...]:
@@ -139,7 +142,27 @@ def sort_moves(moves: Sequence[Move]) -> tuple[Move, ...]:
 
 def _move(entry: dict[str, Any]) -> Move:
     storage, nbytes, trigger, deadline = (_count(entry[name]) for name in ("storage", "nbytes", "trigger", "deadline"))
-    return Move(MoveKind(entry["kind"]), storage, nbytes, trigger, deadline, str(entry.get("why", "")))
+    if trigger > deadline:
+        raise ValueError(f"a move of storage {storage} starts at event {trigger}, after its deadline {deadline}")
+    return Move(MoveKind(entry["kind"]), storage, nbytes, trigger, deadline, _text(entry["why"]))
+
+
+def _prediction(entry: dict[str, Any]) -> Prediction:
+    step_s, stall_s = (_seconds(entry[name]) for name in ("step_s", "stall_s"))
+    peak, written, read = (_count(entry[name]) for name in ("peak_nbytes", "written_nbytes", "read_nbytes"))
+    return Prediction(step_s, stall_s, peak, written, read)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"expected a text, found {value!r}")
+    return value
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"expected a number of seconds, found {value!r}")
+    return float(value)
 
 
 def _count(value: object) -> int:

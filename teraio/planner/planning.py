@@ -32,7 +32,7 @@ def plan(
     budget: int | str,
     hardware: Hardware = DEFAULT_HARDWARE,
     policy: str = "planned",
-    kinds: Iterable[str] = ("activation",),
+    kinds: str | Iterable[str] = ("activation",),
     host_budget: int | str = 0,
     min_nbytes: int = 1 << 20,
 ) -> Plan:
@@ -43,7 +43,7 @@ def plan(
         budget: Bytes of tensor storage on the device at any time.
         hardware: Speeds of the machine that will run it.
         policy: ``keep``, ``evict_all`` or ``planned``.
-        kinds: Kinds of storage that may leave; this version moves activations.
+        kinds: Kinds of storage that may leave. This version moves activations: ``"auto"`` or ``{"activation"}``.
         host_budget: Must be 0 in this version: there is no host tier yet.
         min_nbytes: Storages below this many bytes stay.
 
@@ -51,8 +51,8 @@ def plan(
         ConfigError: An argument is wrong.
         InfeasibleBudgetError: The policy cannot keep the budget; the floor is named.
     """
-    if set(kinds) != {"activation"}:
-        raise ConfigError(f"kinds must be {{'activation'}} in this version, got {sorted(kinds)}")
+    if ({kinds} if isinstance(kinds, str) else set(kinds)) not in ({"activation"}, {"auto"}):
+        raise ConfigError(f"kinds must be 'auto' or {{'activation'}} in this version, got {kinds!r}")
     if parse_nbytes(host_budget, name="host_budget") != 0:
         raise ConfigError(
             f"host_budget must be 0 bytes in this version (there is no host tier yet), got {host_budget!r}"

@@ -1,8 +1,8 @@
 """A trace as a planner sees it: what memory each stretch needs, and what could leave when.
 
 Covers turning a trace into arrays over *segments*. Segment ``k`` is what runs from event ``k`` until event ``k + 1``.
-It decides nothing (policies do). The rule: ``need_nbytes[k]`` is what the program holds at most within segment ``k`` when
-nothing is offloaded, so that subtracting what is away at event ``k`` bounds what is resident until event ``k + 1``.
+It decides nothing (policies do). The rule: ``need_nbytes[k]`` is what the program holds at most within segment ``k``
+when nothing is offloaded, so that subtracting what is away at event ``k`` bounds what is resident until the next event.
 """
 
 from collections.abc import Iterator

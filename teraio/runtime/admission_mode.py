@@ -19,6 +19,7 @@ from teraio.errors import InfeasibleBudgetError, OffloadError
 from teraio.runtime.dispatch_stack import insert_at_bottom, remove
 from teraio.runtime.engine import Engine
 from teraio.runtime.op_sizes import OpSizes
+from teraio.runtime.optimizer_state import Relief
 from teraio.runtime.residency import Record, Remains, State
 from teraio.sizes import format_nbytes
 
@@ -32,9 +33,10 @@ class AdmissionMode:
     Thread safety: called under the engine's lock.
     """
 
-    def __init__(self, engine: Engine, recorder: Recorder, sizes: OpSizes) -> None:
+    def __init__(self, engine: Engine, recorder: Recorder, sizes: OpSizes, relieve: Relief) -> None:
         self._engine = engine
         self._sizes = sizes
+        self._relieve = relieve
         self._waiting: list[weakref.ref[Record]] = []
         self._order: list[weakref.ref[Record]] = []
         self._largest_need_nbytes = 0
@@ -183,6 +185,8 @@ class AdmissionMode:
             if self._release(excess) or engine.wait_for_one_offload() or self._write_what_is_free():
                 continue
             if engine.wait_for_lingering():
+                continue
+            if self._relieve():
                 continue
             if not collected:  # a reference cycle may hold what nobody needs
                 collected = True

@@ -10,7 +10,6 @@ bytes go by the store. The rules:
 - Every wait has a timeout that names what it waited for.
 """
 
-import sys
 import threading
 import time
 import weakref
@@ -25,28 +24,10 @@ from io_backend import BackendError, CorruptExtentError, Priority, Store, Ticket
 from teraio.errors import OffloadError, OffloadTimeout
 from teraio.runtime.buffers import SlabPool, capacity_nbytes
 from teraio.runtime.events import EventLog
-from teraio.runtime.residency import Record, Remains, State
+from teraio.runtime.residency import Record, Remains, State, StateRecord
 
 MakeRoom = Callable[[int], None]
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-
-
-class _Slot:
-    """Holds one object, as a record holds its storage."""
-
-    __slots__ = ("storage",)
-
-    def __init__(self, storage: object) -> None:
-        self.storage = storage
-
-
-def _references(slot: "_Slot | Record") -> int:
-    """References to what a slot holds, as seen from here."""
-    return sys.getrefcount(slot.storage)
-
-
-# What `_references` gives when the slot is the only holder; it differs between versions of Python.
-_OWN_REFERENCES = _references(_Slot(object()))
 
 
 class Engine:
@@ -93,8 +74,12 @@ class Engine:
         self._by_cdata[record.cdata] = self._all[record.serial] = ref
         return record
 
+    def adopt_state(self, tensor: torch.Tensor) -> StateRecord:
+        """A new record for a long-lived tensor; the caller holds it for as long as the tensor may be moved."""
+        return StateRecord(self, tensor)
+
     def all_records(self) -> list[Record]:
-        """All live records, oldest first, wherever their bytes are."""
+        """All live records of saved storages, oldest first, wherever their bytes are."""
         return [record for ref in list(self._all.values()) if (record := ref()) is not None]
 
     @property
@@ -142,32 +127,18 @@ class Engine:
 
     # --- offload -----------------------------------------------------------------------------------------------------
 
-    def is_free(self, record: Record) -> bool:
-        """Whether nothing but the record holds the storage, so that its memory can be given back.
-
-        Where this torch cannot count a storage's holders the answer is a guess; `release` then finds out.
-        """
-        storage = record.storage
-        if storage is None:
-            return False
-        if _use_count is None:
-            return True
-        if _use_count(storage._cdata) > 1:
-            return False
-        del storage
-        return _references(record) <= _OWN_REFERENCES
-
     def start_offload(self, record: Record, *, release: bool, priority: Priority = Priority.BACKGROUND) -> bool:
         """Start writing a resident storage that is free; gives False when it cannot be started now."""
         if record.state is State.CLEAN:
             record.release_wanted = record.release_wanted or release
             return not release or self.release(record)
-        if record.state is not State.RESIDENT or record.unwritable or not self.is_free(record):
+        if record.state is not State.RESIDENT or record.unwritable or not record.is_free(_use_count):
             return False
         storage = record.storage
         assert storage is not None
         try:
-            record.extent = self.store.allocate(record.nbytes)
+            if record.extent is None:
+                record.extent = self.store.allocate(record.nbytes)
             if self._verify:
                 record.checksum = _checksum(storage)
             record.ticket = self.store.write(storage, record.extent, priority=priority)
@@ -201,15 +172,7 @@ class Engine:
 
     def release(self, record: Record) -> bool:
         """Give the memory of a clean storage back; gives False when something else still holds it."""
-        storage = record.storage
-        if record.state is not State.CLEAN or storage is None:
-            return False
-        watch = weakref.ref(storage)
-        record.storage = None
-        del storage
-        still_held = watch()
-        if still_held is not None:  # dropping our reference did not free it: take it back
-            record.storage = still_held
+        if record.state is not State.CLEAN or not record.give_up_memory(self.store.map, _use_count):
             return False
         self._by_cdata.pop(record.cdata, None)
         record.move_to(State.OFFLOADED)
@@ -288,8 +251,9 @@ class Engine:
             raise
         record.move_to(State.CLEAN)
         record.on_slab = True
-        record.cdata = storage._cdata
-        self._by_cdata[record.cdata] = weakref.ref(record)
+        record.take_memory(storage)
+        if record.serial in self._all:
+            self._by_cdata[record.cdata] = weakref.ref(record)
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ class PassiveMode:
 class ReactiveMode:
     """What happens is not what was learnt: every storage that nothing else holds leaves at once, before going on.
 
-    It knows no memory level, so it keeps the lowest one that hooks alone can reach, and takes the peak from the process.
+    It knows no memory level: it keeps the lowest that hooks alone can reach, and takes the peak from the process.
     """
 
     def __init__(self, engine: Engine, grown_nbytes: Callable[[], int]) -> None:

@@ -5,11 +5,10 @@ for optimizers whose update is per parameter the result is the same, bit for bit
 the gradient scaler see one step; an optimizer that is not known to be per parameter is left whole.
 """
 
-import contextlib
 import types
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import optimizer as optimizer_module
@@ -41,14 +40,24 @@ def can_be_chunked(optimizer: torch.optim.Optimizer) -> bool:
     return any(isinstance(optimizer, known) and step is known.step for known in _PER_PARAMETER)
 
 
+class ChunkWatcher(Protocol):
+    """Told of each chunk; this is where optimizer state comes and goes."""
+
+    def before_chunk(self, chunk: list[torch.Tensor], upcoming: list[torch.Tensor]) -> None:
+        """`chunk` is about to be stepped, then `upcoming`."""
+
+    def after_chunk(self, chunk: list[torch.Tensor]) -> None:
+        """`chunk` has been stepped."""
+
+
 class ChunkedStep:
     """Replaces ``optimizer.step`` on one optimizer while active."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, on_chunk: Callable[[], None], chunk_nbytes: int = CHUNK_NBYTES
+        self, optimizer: torch.optim.Optimizer, watcher: ChunkWatcher, chunk_nbytes: int = CHUNK_NBYTES
     ) -> None:
         self._optimizer = optimizer
-        self._on_chunk = on_chunk
+        self._watcher = watcher
         self._chunk_nbytes = chunk_nbytes
         self._own: Any = None
         self._before: Any = None
@@ -98,32 +107,28 @@ class ChunkedStep:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            # closing: an exception must put the parameter groups back at once, not when its traceback is dropped
-            with contextlib.closing(self._narrowed()) as chunks:
-                for _ in chunks:
-                    self._on_chunk()
-                    update(optimizer)
+            self._update_in_chunks(update)
             optimizer._optimizer_step_code()
             for hook in chain(optimizer._optimizer_step_post_hooks.values(), _global_hooks("post")):
                 hook(optimizer, args, kwargs)
         return loss
 
-    def _narrowed(self) -> Generator[None, None, None]:
+    def _update_in_chunks(self, update: Callable[[torch.optim.Optimizer], object]) -> None:
         """Show the optimizer one chunk of one group at a time; whatever happens, it has all of them again after."""
         optimizer = self._optimizer
         groups = optimizer.param_groups
-        try:
-            for group in groups:
-                parameters = group["params"]
-                try:
-                    for chunk in _chunks(parameters, self._chunk_nbytes):
-                        group["params"] = chunk
-                        optimizer.param_groups = [group]
-                        yield
-                finally:
-                    group["params"] = parameters
-        finally:
-            optimizer.param_groups = groups
+        work = [(group, chunk) for group in groups for chunk in _chunks(group["params"], self._chunk_nbytes)]
+        for i, (group, chunk) in enumerate(work):
+            parameters = group["params"]
+            self._watcher.before_chunk(chunk, work[i + 1][1] if i + 1 < len(work) else [])
+            try:
+                group["params"] = chunk
+                optimizer.param_groups = [group]
+                update(optimizer)
+            finally:
+                group["params"] = parameters
+                optimizer.param_groups = groups
+            self._watcher.after_chunk(chunk)
 
 
 def _chunks(parameters: list[torch.Tensor], chunk_nbytes: int) -> Iterator[list[torch.Tensor]]:

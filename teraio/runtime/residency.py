@@ -5,14 +5,20 @@ SSD, or both; never in neither. A failed write goes back to `State.RESIDENT`, a 
 """
 
 import itertools
+import mmap
+import sys
+import weakref
 from collections import deque
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from io_backend import Extent, Ticket
+from lifetime.buffers import announce_storage_on_buffer
 from teraio.errors import InternalError
+from teraio.runtime.swap import exchange_memory
 
 if TYPE_CHECKING:
     from teraio.runtime.engine import Engine
@@ -41,11 +47,18 @@ TRANSITIONS: dict[tuple[State, State], str] = {
     (State.OFFLOADED, State.RELOADING): "a read was started",
     (State.RELOADING, State.CLEAN): "the read ended",
     (State.RELOADING, State.OFFLOADED): "the read failed",
+    (State.CLEAN, State.RESIDENT): "it was written to: the copy is stale",
 }
 """Every legal move, with what causes it."""
 
 _HISTORY_LENGTH = 8
+_HOLDERS_OF_STATE = 2
+"""The tensor and the storage's own Python object."""
 _serials = itertools.count(1)
+
+MapExtent = Callable[[Extent], mmap.mmap]
+CountHolders = Callable[[int], int]
+"""Number of holders of the storage at an address."""
 
 
 class Remains(NamedTuple):
@@ -59,6 +72,24 @@ class Remains(NamedTuple):
     cdata: int
     serial: int
     state: State
+
+
+class _Slot:
+    """Holds one object, as a record holds its storage."""
+
+    __slots__ = ("storage",)
+
+    def __init__(self, storage: object) -> None:
+        self.storage = storage
+
+
+def _references(slot: "_Slot | Record") -> int:
+    """References to what a slot holds, as seen from here."""
+    return sys.getrefcount(slot.storage)
+
+
+# What `_references` gives when the slot is the only holder; it differs between versions of Python.
+_OWN_REFERENCES = _references(_Slot(object()))
 
 
 class Record:
@@ -119,9 +150,89 @@ class Record:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"saved storage #{self.serial} ({self.nbytes} bytes of {dtype}, {self.state.value})"
 
+    def is_free(self, count_holders: CountHolders | None) -> bool:
+        """Whether nothing but the record holds the storage, so that its memory can be given back.
+
+        Where this torch cannot count a storage's holders the answer is a guess; `give_up_memory` then finds out.
+        """
+        storage = self.storage
+        if storage is None:
+            return False
+        if count_holders is None:
+            return True
+        if count_holders(storage._cdata) > 1:
+            return False
+        del storage
+        return _references(self) <= _OWN_REFERENCES
+
+    def give_up_memory(self, map_copy: MapExtent, count_holders: CountHolders | None) -> bool:
+        """Let go of the memory, by dropping it; gives False, and keeps it, when something else still holds it."""
+        storage = self.storage
+        if storage is None:
+            return False
+        watch = weakref.ref(storage)
+        self.storage = None
+        del storage
+        self.storage = watch()
+        return self.storage is None
+
+    def take_memory(self, memory: torch.UntypedStorage) -> None:
+        """The bytes are back, on `memory`."""
+        self.storage = memory
+        self.cdata = memory._cdata
+
     def __del__(self) -> None:
         self.engine.remains.append(
             Remains(
                 self.extent, self.ticket, self.nbytes, self.absent, self.tracked, self.cdata, self.serial, self.state
             )
         )
+
+
+class StateRecord(Record):
+    """A long-lived tensor of the program's, whose memory is given back in place: the tensor stays.
+
+    ``storage`` is the memory being read into while RELOADING; otherwise the tensor's own storage.
+    """
+
+    __slots__ = ("_substitute", "tensor", "version")
+
+    def __init__(self, engine: "Engine", tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        super().__init__(engine, storage, storage.nbytes(), tensor.dtype)
+        self.tensor = tensor
+        self.version: int = tensor._version
+        self._substitute: torch.UntypedStorage | None = None
+
+    def is_free(self, count_holders: CountHolders | None) -> bool:
+        """Whether nobody borrowed the memory: an array or another library would keep the old address."""
+        if count_holders is None:
+            return True
+        return count_holders(self.tensor.untyped_storage()._cdata) <= _HOLDERS_OF_STATE
+
+    def give_up_memory(self, map_copy: MapExtent, count_holders: CountHolders | None) -> bool:
+        """Let go of the memory, with the file's own pages in its place, unless the copy is stale or it is lent."""
+        if self.tensor._version != self.version or not self.is_free(count_holders):
+            return False
+        if self._substitute is None:
+            assert self.extent is not None
+            pages = map_copy(self.extent)
+            self._substitute = torch.frombuffer(pages, dtype=torch.uint8, count=self.nbytes).untyped_storage()
+        self.storage = None
+        former = exchange_memory(self.tensor, self._substitute)
+        self._substitute = None
+        del former  # the memory goes with it
+        announce_storage_on_buffer(self.tensor.untyped_storage())
+        return True
+
+    def take_memory(self, memory: torch.UntypedStorage) -> None:
+        """The bytes are back: put the tensor onto them, and keep the mapping for the next time.
+
+        Where the program wrote to the tensor meanwhile, it wrote to the mapping, and the read may have come too early.
+        """
+        if self.tensor._version != self.version:
+            twin = torch.empty(0, dtype=self.tensor.dtype)
+            twin.set_(memory, 0, self.tensor.size(), self.tensor.stride()).copy_(self.tensor.detach())
+        self._substitute = exchange_memory(self.tensor, memory)
+        self.storage = self.tensor.untyped_storage()
+        self.version = self.tensor._version

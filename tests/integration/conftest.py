@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import optimizer as optimizer_module
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 import teraio
 from io_backend.testing import FaultStore, MemoryStore
@@ -42,6 +42,19 @@ def one_thread(numeric_state: None) -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_active(numeric_state: None) -> Iterator[None]:
+    """Fail a test that leaves hooks or modes on the thread, and take them away for the sake of the next one."""
+    yield
+    left = []
+    while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        left.append("saved tensor hooks")
+    while _get_current_dispatch_mode_stack():
+        left.append(f"dispatch mode {_pop_mode()}")
+    assert not left
 
 
 # --- fingerprints ------------------------------------------------------------------------------------------------------
@@ -238,12 +251,14 @@ def compare(
     share: float = 0.3,
     policies: Sequence[str] = ("keep", "planned"),
     moves: bool = True,
+    budget_holds: bool = True,
     config: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> dict[str, Outcome]:
     """Train plain and with teraio, with and without room to spare, and assert that every bit is the same.
 
-    With ``moves`` the budget lies below the plain peak, planned steps must write and read, and the budget must hold.
+    With ``moves`` the budget lies below the plain peak, and planned steps must write and read. The budget must hold,
+    but for tests that say why it cannot.
     """
     plain = run_plain(make, steps)
     common = {"steps": steps, "min_nbytes": min_nbytes, "config": config, **arguments}
@@ -259,7 +274,8 @@ def compare(
             assert outcome.report.written_nbytes == 0
     for name, outcome in outcomes.items():
         outcome.assert_same_bits(plain)
-        assert outcome.report.peak_nbytes <= outcome.report.budget_nbytes
+        if budget_holds:
+            assert outcome.report.peak_nbytes <= outcome.report.budget_nbytes
         if moves and name != "keep":
             assert outcome.planned, f"{name}: no iteration was planned: {outcome.report.events}"
             assert outcome.report.written_nbytes > 0

@@ -60,7 +60,7 @@ def test_lstm(kit: Any) -> None:
         lstm = nn.LSTM(32, 32, num_layers=2, batch_first=True)
         return kit.training(kit.Built(forward, first=nn.Linear(32, 32), lstm=lstm), (8, 16, 32))
 
-    kit.compare(make, share=0.6)
+    kit.compare(make, share=0.6, budget_holds=False)  # the workspace that it saves is unknown to its meta kernel
 
 
 def test_attention_with_an_expanded_mask(kit: Any) -> None:

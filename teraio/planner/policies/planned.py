@@ -2,14 +2,14 @@
 
 Covers selection and timing. Candidates and needs are ``problem``'s, judging is ``simulator``'s. The rules:
 
-- Whatever the disk does, the plan can be kept: with every chosen storage away from its offload to its reload, no segment
-  needs more than the budget (unless no plan could reach that). When writes are late the program waits, it never
+- Whatever the disk does, the plan can be kept: with every chosen storage away from its offload to its reload, no
+  segment needs more than the budget (unless no plan could reach that). When writes are late the program waits; it never
   overshoots.
 - Times are planned for a disk slower than the one measured, as far as that costs nothing; the simulator decides.
 
 Source: Algorithm 1 of TERAIO (arXiv 2506.06472) moves periods until no segment is above capacity, and counts memory as
-gone only when the write, queued behind earlier ones, has ended. The order differs: among storages whose write would have
-ended, the one that is used last leaves (Belady's rule), which keeps the disk busy from the first free storage on, and
+gone only when the write, queued behind earlier ones, has ended. The order differs: among storages whose write would
+have ended, the one that is used last leaves (Belady's rule), which keeps the disk busy from the first free storage on;
 what proves needless is taken back. Reloads start as early as memory allows, in order of use: the eager pass of G10
 (MICRO 2023), section 4.3.
 """
@@ -27,9 +27,9 @@ from teraio.planner.policies.evict_all import evict_all
 from teraio.planner.problem import Candidate, Float64Array, Int64Array, Problem
 from teraio.planner.simulator import Simulation, replay
 
-_CAUTIONS = (1.5, 1.0, 0.0)
+CAUTIONS = (1.5, 1.0, 0.0)
 """How many times slower than measured transfers are planned, most careful first; 0 plans as if they took no time."""
-_SAME_STEP = 1.001
+SAME_STEP = 1.001
 """Steps that differ by less than this factor count as equally long."""
 _READ_AHEAD_S = 2.0
 """Reloads start at most this long before the queue of reads makes them: earlier gains nothing."""
@@ -43,7 +43,7 @@ def planned(problem: Problem, limits: Limits, hardware: Hardware) -> Sequence[Mo
     budget_nbytes = limits.budget_nbytes
     if problem.peak_nbytes <= budget_nbytes:
         return ()
-    plans = [_plan(problem, budget_nbytes, hardware, caution) for caution in _CAUTIONS]
+    plans = [plan_at_pace(problem, budget_nbytes, Pace(hardware, caution)) for caution in CAUTIONS]
     plans.append(evict_all(problem, limits, hardware))
     results = [replay(problem, moves, hardware, budget_nbytes) for moves in plans]
     return plans[_best(results, budget_nbytes)]
@@ -54,10 +54,10 @@ def _best(results: Sequence[Simulation], budget_nbytes: int) -> int:
     lowest = max(budget_nbytes, min(result.peak_nbytes for result in results))
     fitting = [i for i, result in enumerate(results) if result.peak_nbytes <= lowest]
     quickest_s = min(results[i].step_s for i in fitting)
-    return next(i for i in fitting if results[i].step_s <= quickest_s * _SAME_STEP)
+    return next(i for i in fitting if results[i].step_s <= quickest_s * SAME_STEP)
 
 
-class _Pace(NamedTuple):
+class Pace(NamedTuple):
     """How fast transfers are taken to be."""
 
     hardware: Hardware
@@ -76,9 +76,8 @@ class _Pace(NamedTuple):
         return np.asarray(self.caution * (self.hardware.latency_s + nbytes / bytes_per_s))
 
 
-def _plan(problem: Problem, budget_nbytes: int, hardware: Hardware, caution: float) -> Sequence[Move]:
-    """One plan, for transfers `caution` times slower than `hardware` says."""
-    pace = _Pace(hardware, caution)
+def plan_at_pace(problem: Problem, budget_nbytes: int, pace: Pace) -> Sequence[Move]:
+    """One plan that fits the budget if any does, timed for transfers at `pace`."""
     chosen = _take_back(problem, budget_nbytes, _choose(problem, budget_nbytes, pace))
     gone = _gone_events(problem, chosen, pace)
     triggers = _reload_events(problem, budget_nbytes, chosen, gone, pace)
@@ -110,7 +109,7 @@ class _IdleLongest:
         return None
 
 
-def _choose(problem: Problem, budget_nbytes: int, pace: _Pace) -> list[Candidate]:
+def _choose(problem: Problem, budget_nbytes: int, pace: Pace) -> list[Candidate]:
     """Go through the segments in time; where one does not fit, evict what is idle longest among what can be gone.
 
     What cannot have been written by then, even alone on the disk, comes last: the program would wait for it.
@@ -150,7 +149,7 @@ def _take_back(problem: Problem, budget_nbytes: int, chosen: list[Candidate]) ->
     return sorted(kept, key=lambda c: (c.use_event, c.free_event))
 
 
-def _gone_events(problem: Problem, chosen: Sequence[Candidate], pace: _Pace) -> Int64Array:
+def _gone_events(problem: Problem, chosen: Sequence[Candidate], pace: Pace) -> Int64Array:
     """First event at which each choice has left, its write queued behind those of storages that were free earlier."""
     free = np.array([c.free_event for c in chosen], dtype=np.int64)
     use = np.array([c.use_event for c in chosen], dtype=np.int64)
@@ -161,7 +160,7 @@ def _gone_events(problem: Problem, chosen: Sequence[Candidate], pace: _Pace) -> 
 
 
 def _reload_events(
-    problem: Problem, budget_nbytes: int, chosen: Sequence[Candidate], gone: Int64Array, pace: _Pace
+    problem: Problem, budget_nbytes: int, chosen: Sequence[Candidate], gone: Int64Array, pace: Pace
 ) -> Int64Array:
     """For each choice, in order of use, the earliest event from which it fits beside everything else until its use."""
     level = problem.need_nbytes.copy()
