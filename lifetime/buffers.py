@@ -53,7 +53,7 @@ def unwatch_storages(watcher: Callable[[torch.UntypedStorage], None]) -> None:
 
 def lies_on_buffer(storage: torch.UntypedStorage) -> bool:
     """Whether the bytes of `storage` are already counted on an announced buffer."""
-    return storage._cdata in _storages_on_buffers
+    return bool(_storages_on_buffers) and storage._cdata in _storages_on_buffers
 
 
 def live_buffers() -> Iterator[tuple[object, int]]:

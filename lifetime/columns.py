@@ -4,7 +4,6 @@ Covers appending rows cheaply and turning them into arrays at the end. What the 
 appends them is ``recorder``.
 """
 
-from array import array
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -25,10 +24,10 @@ class TraceBuilder:
     def __init__(self, strings: StringTable, tracker: StorageTracker) -> None:
         self._strings = strings
         self._tracker = tracker
-        # Flat arrays: rows as objects would make the garbage collector look at each of them again and again.
-        self._ops = array("q")
-        self._uses = array("q")
-        self._events = array("q")
+        # Flat: rows as objects would make the garbage collector look at each of them again and again.
+        self._ops: list[int] = []
+        self._uses: list[int] = []
+        self._events: list[int] = []
 
     @property
     def num_events(self) -> int:
@@ -45,14 +44,14 @@ class TraceBuilder:
 
     def end_op(self, row: int, start_ns: int, end_ns: int, uses: Mapping[int, bool]) -> None:
         """Stamp an operation that has run, and add the storages that it touched, each with whether it was written."""
-        nbytes, total, add = self._tracker.nbytes, 0, self._uses.extend
+        ops, nbytes, total, add = self._ops, self._tracker.nbytes, 0, self._uses.extend
         for storage, written in uses.items():
             add((row, storage, written))
             total += nbytes[storage]
         last = row * _OP_WIDTH + _OP_WIDTH - 1
-        self._ops[last] = total
-        self._ops[last - 1] = end_ns - start_ns
-        self._ops[last - 2] = start_ns
+        ops[last] = total
+        ops[last - 1] = end_ns - start_ns
+        ops[last - 2] = start_ns
 
     def add_event(
         self, kind: EventKind, phase: Phase, micro_batch: int, ordinal: int, storage: int, nbytes: int, dtype: str
@@ -104,6 +103,6 @@ def _column(values: Iterable[int]) -> Int64Array:
     return np.fromiter((int(value) for value in values), dtype=np.int64)
 
 
-def _table(rows: "array[int]", width: int) -> list[Int64Array]:
+def _table(rows: list[int], width: int) -> list[Int64Array]:
     table = np.array(rows, dtype=np.int64).reshape(-1, width)
     return [np.ascontiguousarray(table[:, i]) for i in range(width)]

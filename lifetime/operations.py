@@ -25,6 +25,9 @@ class OpFacts(NamedTuple):
     """Names of the arguments that are results by another way (``out=``)."""
     may_resize: bool
     """Whether what it writes may get more memory (``out=``, ``resize_``)."""
+    hides_writes: bool
+    """Whether, under a dispatch mode, what it writes keeps its version, although without one it would move: foreach
+    operations are made of single ones, whose version bumps lie above the mode."""
     is_fresh: bool
     """Whether it is the first to see memory that was just made (``torch.tensor``, ``torch.from_numpy``)."""
 
@@ -55,6 +58,7 @@ def _learn(func: Any) -> OpFacts:
         writes=frozenset(writes),
         outs=frozenset(outs),
         may_resize=bool(writes) and not _keeps_sizes(name),
+        hides_writes=bool(writes) and name.startswith("aten._foreach_"),
         is_fresh=name in _FRESH,
     )
 

@@ -205,6 +205,8 @@ class Recorder:
             builder.end_op(row, start_ns, time.perf_counter_ns(), uses)
             raise
         end_ns = time.perf_counter_ns()
+        if facts.hides_writes:
+            _bump_versions(facts, args, kwargs)
         if facts.may_resize:
             written = [value for position, value in enumerate(args) if position in facts.writes]
             written += [value for name, value in kwargs.items() if name in facts.writes]
@@ -330,12 +332,10 @@ class Recorder:
         return self.tracker.add(tensor, storage, birth_op, kind, nbytes=nbytes, counted=counted)
 
     def _counts(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        if self._count_buffers and lies_on_buffer(storage):
+            return False
         device = self._device
-        if device is not None:
-            found = tensor.device
-            if found.type != device.type or device.index not in (None, found.index):
-                return False
-        return not (self._count_buffers and lies_on_buffer(storage))
+        return device is None or (tensor.device.type == device.type and device.index in (None, tensor.device.index))
 
     def _know(self, tensor: torch.Tensor, kind: StorageKind, name: str) -> None:
         for plain in plain_tensors(tensor):
@@ -384,6 +384,14 @@ class Recorder:
 
     def _after_step(self, _: torch.optim.Optimizer) -> None:
         self._name_optimizer_state()
+
+
+def _bump_versions(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Move the versions that the operation would have moved without a dispatch mode: autograd's check looks at them."""
+    written = [value for position, value in enumerate(args) if position in facts.writes]
+    written += [value for name, value in kwargs.items() if name in facts.writes]
+    for tensors in written:
+        torch.autograd.graph.increment_version(tensors)
 
 
 class _RecordingMode(TorchDispatchMode):

@@ -10,6 +10,7 @@ lives on as the same number until it is let go.
 
 import threading
 import weakref
+from typing import Any
 
 import torch
 
@@ -18,8 +19,6 @@ from lifetime.strings import StringTable
 
 ALIVE = -2
 """Value of ``death_op`` while a storage lives."""
-
-_dtype_names: dict[torch.dtype, str] = {}
 
 
 class _Watch(weakref.ref[torch.UntypedStorage]):
@@ -56,6 +55,7 @@ class StorageTracker:
         self.peak_nbytes = 0
         self.dead_nbytes = 0
         """Bytes of all storages that have died."""
+        self._dtype_numbers: dict[torch.dtype, int] = {}
         self._index_by_cdata: dict[int, int] = {}
         self._watches: dict[int, _Watch] = {}
         self._num_memories: list[int] = []  # memories that carry the storage now: two while it is read back early
@@ -90,14 +90,16 @@ class StorageTracker:
             nbytes: Its size, 0 when it is not counted.
             counted: Whether its bytes count, now and when it grows.
         """
-        dtype = tensor.dtype
-        name = _dtype_names.get(dtype) or _dtype_names.setdefault(dtype, str(dtype).removeprefix("torch."))
+        dtype = self._dtype_numbers.get(tensor.dtype)
+        if dtype is None:
+            dtype = self._strings.number(str(tensor.dtype).removeprefix("torch."))
+            self._dtype_numbers[tensor.dtype] = dtype
         with self._lock:
             if self._filled_at:
                 filled_at = self._filled_at.pop(storage._cdata, -1)
                 if birth_op < 0 <= filled_at:
                     birth_op, kind = filled_at, StorageKind.TEMPORARY
-            index = self._append(nbytes, birth_op, kind, name, tuple(tensor.shape))
+            index = self._append(nbytes, birth_op, kind, dtype, tuple(tensor.shape))
             if not counted:
                 self._uncounted.add(index)
             self._watch(storage, index)
@@ -106,7 +108,7 @@ class StorageTracker:
     def add_absent(self, nbytes: int, kind: StorageKind, dtype: str) -> int:
         """Register a detained storage whose memory is elsewhere: it lives, and is counted, without a memory here."""
         with self._lock:
-            index = self._append(nbytes, -1, kind, dtype, ())
+            index = self._append(nbytes, -1, kind, self._strings.number(dtype), ())
             self._detained.add(index)
         return index
 
@@ -189,12 +191,12 @@ class StorageTracker:
             self._watches.clear()
             self._index_by_cdata.clear()
 
-    def _append(self, nbytes: int, birth_op: int, kind: StorageKind, dtype: str, shape: tuple[int, ...]) -> int:
+    def _append(self, nbytes: int, birth_op: int, kind: StorageKind, dtype: int, shape: tuple[int, ...]) -> int:
         index = len(self.nbytes)
         self.name.append(0)
         self.kind.append(kind)
         self.nbytes.append(nbytes)
-        self.dtype.append(self._strings.number(dtype))
+        self.dtype.append(dtype)
         self.birth_op.append(birth_op)
         self.death_op.append(ALIVE)
         self.freeable_event.append(-1)
@@ -220,15 +222,14 @@ class StorageTracker:
         if before is not None:  # its weak reference was just replaced, so its callback will not come
             self._lose_memory(before)
 
-    def _memory_died(self, watch: weakref.ref[torch.UntypedStorage]) -> None:
-        assert isinstance(watch, _Watch)
+    def _memory_died(self, watch: Any) -> None:
+        cdata, index = watch.cdata, watch.index
         with self._lock:
-            self._forget(watch.cdata, watch.index)
+            self._forget(cdata, index)
 
     def _forget(self, cdata: int, index: int) -> None:
         if self._index_by_cdata.get(cdata) == index:
-            del self._index_by_cdata[cdata]
-            del self._watches[cdata]
+            del self._index_by_cdata[cdata], self._watches[cdata]
         self._lose_memory(index)
 
     def _lose_memory(self, index: int) -> None:

@@ -320,9 +320,9 @@ class Iterations:
         if isinstance(self._policy, Plan) and plan is not self._policy:
             if self._strict_plan:
                 raise PlanMismatchError(
-                    "the given plan was made for another iteration and strict_plan is set; plan anew"
+                    "the given plan was made for another iteration or a larger budget, and strict_plan is set"
                 )
-            self._engine.log.add("the given plan was made for another iteration: a new one was made")
+            self._engine.log.add("the given plan was made for another iteration or a larger budget: a new one was made")
         self.plan = plan
         return translate(lesson, plan)
 

@@ -6,6 +6,7 @@ none.
 """
 
 import dataclasses
+import mmap
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from lifetime import EventKind, Hardware, Trace
 from teraio.planner.plan import Limits, Move, Plan
 from teraio.planner.planning import make_plan
 from teraio.planner.problem import Problem, build_problem
+from teraio.planner.simulator import replay
 from teraio.runtime.planned_mode import Learnt
 
 _CHUNKS_IN_MEMORY = 3
@@ -53,15 +55,22 @@ def take_lesson(
     plain = build_problem(trace, min_nbytes=min_nbytes)
     stepping = trace.event_columns.kind == EventKind.OPTIMIZER_CHUNK
     away = np.where(stepping, max(0, away_nbytes - _CHUNKS_IN_MEMORY * chunk_nbytes), away_nbytes)
-    problem = dataclasses.replace(plain, need_nbytes=plain.need_nbytes - away)
+    problem = dataclasses.replace(
+        plain, need_nbytes=plain.need_nbytes - away, lead_nbytes=max(0, plain.lead_nbytes - away_nbytes)
+    )
     return Lesson(trace, problem, plain.need_nbytes.tolist(), persistent_nbytes, carried)
 
 
 def find_plan(lesson: Lesson, limits: Limits, hardware: Hardware, policy: str | Plan) -> Plan | None:
     """The plan that `policy` gives, or a thriftier one where it does not fit; None when none fits."""
+    # What comes back lies on whole pages: keep what that may add out of the plan.
+    padding_nbytes = sum(-c.nbytes % mmap.PAGESIZE for c in lesson.problem.candidates)
+    limits = dataclasses.replace(limits, budget_nbytes=max(0, limits.budget_nbytes - padding_nbytes))
     if isinstance(policy, Plan):
         if policy.signature == lesson.trace.signature:
-            return policy
+            result = replay(lesson.problem, policy.moves, hardware, limits.budget_nbytes)
+            if result.peak_nbytes <= limits.budget_nbytes:
+                return policy
         policy = "planned"
     for name in dict.fromkeys((policy, "evict_all")):
         plan = make_plan(lesson.problem, limits, hardware, name)
@@ -77,7 +86,8 @@ def translate(lesson: Lesson, plan: Plan) -> Learnt:
     dtypes = [trace.strings[i] for i in columns.dtype.tolist()]
     moves: list[list[Move]] = [[] for _ in range(trace.num_events)]
     for move in plan.moves:
-        moves[move.trigger].append(move)
+        if move.trigger < trace.num_events:  # a plan from a file may name anything
+            moves[move.trigger].append(move)
     return Learnt(
         expected=list(zip(columns.kind.tolist(), columns.nbytes.tolist(), dtypes, strict=True)),
         storages=columns.storage.tolist(),

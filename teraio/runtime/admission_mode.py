@@ -105,7 +105,8 @@ class AdmissionMode:
     def _track(self, record: Record) -> int:
         storage = record.storage
         assert storage is not None
-        view = torch.empty(0, dtype=record.dtype).set_(storage, 0, (0,), (1,))
+        numel = record.nbytes // record.dtype.itemsize
+        view = torch.empty(0, dtype=record.dtype).set_(storage, 0, (numel,), (1,))
         index = self.recorder.saved(view)
         self.recorder.tracker.detain(index)
         return index
@@ -186,6 +187,8 @@ class AdmissionMode:
                 continue
             if engine.wait_for_lingering():
                 continue
+            if self._end_one_reload():
+                continue
             if self._relieve():
                 continue
             if not collected:  # a reference cycle may hold what nobody needs
@@ -206,6 +209,15 @@ class AdmissionMode:
                     break
         self._engine.tidy()
         return freed
+
+    def _end_one_reload(self) -> bool:
+        """Read ahead too eagerly: once ended, the one that is used last is clean and can be released again."""
+        for ref in self._order:
+            record = ref()
+            if record is not None and record.state is State.RELOADING:
+                self._engine.end_reload(record)
+                return True
+        return False
 
     def _refuse(self, nbytes: int, excess: int, what: str) -> None:
         engine, tracker = self._engine, self.recorder.tracker

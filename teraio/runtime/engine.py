@@ -220,7 +220,7 @@ class Engine:
             assert record.ticket is not None
             if not record.ticket.done():
                 record.ticket.raise_priority(Priority.URGENT)
-            self._end_reload(record)
+            self.end_reload(record)
         assert record.storage is not None
         return record.storage
 
@@ -232,7 +232,13 @@ class Engine:
             self.store.free(record.extent)
             record.extent = None
 
-    def _end_reload(self, record: Record) -> None:
+    def end_reload(self, record: Record) -> None:
+        """Wait for a running read and take its bytes over.
+
+        Raises:
+            OffloadError: It failed; the storage stays on the SSD with its bytes.
+            OffloadTimeout: It did not end in time; the storage stays on the SSD with its bytes.
+        """
         ticket, storage = record.ticket, record.storage
         assert ticket is not None
         assert storage is not None
@@ -280,6 +286,7 @@ class Engine:
         if not self._offloading:
             return False
         ref, ticket = self._offloading[0]
+        ticket.raise_priority(Priority.URGENT)  # compute waits: reads ahead must not overtake it
         self._wait_for_end(ticket, str(ref() or "a saved storage that has died"))
         self.tidy()
         return True

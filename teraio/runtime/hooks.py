@@ -11,15 +11,26 @@ in-place modification that autograd leaves out under hooks. When bytes move is d
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
 
 import torch
+import torch._compile
 
 from lifetime import EventKind
 from lifetime.saved_tensors import check_not_modified
 from teraio.runtime.engine import Engine
 from teraio.runtime.modes import Mode, PassiveMode
 from teraio.runtime.residency import Record
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _outside_compiled_code(function: _Function) -> _Function:
+    """Keep torch.compile from following a hook into this package; it loads the compiler only when first called."""
+    disable = getattr(torch._compile, "_disable_dynamo", None)
+    return function if disable is None else cast(_Function, disable(function))
+
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
@@ -92,6 +103,7 @@ class SavedTensorHooks:
 
     # --- the hooks ---------------------------------------------------------------------------------------------------
 
+    @_outside_compiled_code
     def pack(self, tensor: torch.Tensor) -> _Resident | _Offloadable:
         """Autograd saves `tensor`."""
         if os.getpid() != self._pid:  # a forked DataLoader worker inherits hooks, not the threads behind them
@@ -116,6 +128,7 @@ class SavedTensorHooks:
             self.mode.packed(record, record.nbytes, dtype)
             return packed
 
+    @_outside_compiled_code
     def unpack(self, packed: _Resident | _Offloadable) -> torch.Tensor:
         """Autograd needs a saved tensor back.
 

@@ -39,7 +39,10 @@ class OpSizes:
         """Whether the schema lets any result have memory of its own."""
         known = self._allocates.get(func)
         if known is None:
-            returns = func._schema.returns
+            schema = getattr(
+                func, "_schema", None
+            )  # higher-order operators have none: what they call is seen by itself
+            returns = schema.returns if schema is not None else ()
             known = any(r.alias_info is None and "Tensor" in str(r.type) for r in returns)
             self._allocates[func] = known
         return known
@@ -69,7 +72,10 @@ def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> in
     except Exception:  # whatever a meta kernel lacks or refuses: there is no prediction then
         return 0
     created: dict[int, int] = {}
-    _collect(result, created)
+    try:
+        _collect(result, created)
+    except NotImplementedError:  # a sparse result has no storage of its own
+        return 0
     return sum(nbytes for key, nbytes in created.items() if key not in inputs)
 
 

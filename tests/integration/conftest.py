@@ -57,7 +57,7 @@ def nothing_active(numeric_state: None) -> Iterator[None]:
     assert not left
 
 
-# --- fingerprints ------------------------------------------------------------------------------------------------------
+# --- fingerprints -----------------------------------------------------------------------------------------------------
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -70,7 +70,8 @@ def digest(tensor: torch.Tensor) -> str:
             plain = plain.to_dense()
         plain = plain.resolve_conj().resolve_neg().contiguous()
         content = ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size()) if plain.numel() else b""
-    return f"{plain.dtype} {list(tensor.shape) if not tensor.is_nested else 'nested'} {hashlib.sha256(content).hexdigest()[:16]}"
+    shape = "nested" if tensor.is_nested else list(tensor.shape)
+    return f"{plain.dtype} {shape} {hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def fingerprint(value: object) -> object:
@@ -92,15 +93,13 @@ def state_fingerprint(models: Sequence[torch.nn.Module], optimizers: Sequence[to
     """Weights, buffers, gradients, optimizer state, and the random number generator."""
     return {
         "models": [fingerprint(model.state_dict()) for model in models],
-        "gradients": [
-            [None if p.grad is None else digest(p.grad) for p in model.parameters()] for model in models
-        ],
+        "gradients": [[None if p.grad is None else digest(p.grad) for p in model.parameters()] for model in models],
         "optimizers": [fingerprint(optimizer.state_dict()) for optimizer in optimizers],
         "generator": digest(torch.get_rng_state()),
     }
 
 
-# --- what a session leaves ---------------------------------------------------------------------------------------------
+# --- what a session leaves --------------------------------------------------------------------------------------------
 
 
 def traces_left(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, object]:
@@ -140,8 +139,9 @@ def traces_left(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.op
 
 
 def settle(session: teraio.Session) -> tuple[int, int]:
-    """Let all transfers end; gives the records that live and the bytes that their extents take."""
+    """Let all transfers end; gives the records of saved tensors that live and the bytes that their extents take."""
     engine = session._engine
+    records = [record for state in session._states for record in state._records.values()]
     with engine.lock:
         for collect in (False, True):
             if collect:
@@ -149,13 +149,14 @@ def settle(session: teraio.Session) -> tuple[int, int]:
             while engine.wait_for_one_offload() or engine.wait_for_lingering():
                 pass
             engine.tidy()
-            left = engine.num_records, engine.store.statistics().live_nbytes
+            own_nbytes = sum(record.extent.capacity_nbytes for record in records if record.extent is not None)
+            left = engine.num_records, engine.store.statistics().live_nbytes - own_nbytes
             if left == (0, 0):
                 break
     return left
 
 
-# --- runs --------------------------------------------------------------------------------------------------------------
+# --- runs -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -214,8 +215,9 @@ def run(
         min_nbytes: Least size that may leave.
         config: Further fields of `teraio.Config`.
         use_session: Called with session and step number before each step.
-        arguments: Further arguments of `teraio.offload`.
+        arguments: Further arguments of `teraio.offload`. Only saved tensors move unless ``kinds`` says otherwise.
     """
+    arguments.setdefault("kinds", "activation")
     torch.manual_seed(0)
     model, optimizer, step = make()
     models, optimizers = as_list(model), as_list(optimizer)
@@ -278,15 +280,13 @@ def compare(
             assert outcome.report.peak_nbytes <= outcome.report.budget_nbytes
         if moves and name != "keep":
             assert outcome.planned, f"{name}: no iteration was planned: {outcome.report.events}"
-            assert outcome.report.written_nbytes > 0
-            assert outcome.report.read_nbytes > 0
         if moves and name not in ("keep", "roomy"):  # with room to spare a write may be taken back before it starts
             assert sum(step.written_nbytes for step in outcome.planned) > 0, name
             assert sum(step.read_nbytes for step in outcome.planned) > 0, name
     return outcomes
 
 
-# --- what is trained ---------------------------------------------------------------------------------------------------
+# --- what is trained --------------------------------------------------------------------------------------------------
 
 
 class Built(torch.nn.Module):
@@ -368,7 +368,7 @@ def kit() -> type[Kit]:
     return Kit
 
 
-# --- faults ------------------------------------------------------------------------------------------------------------
+# --- faults -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+import teraio
+
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_evaluation_between_steps(kit: Any, context: Any) -> None:
@@ -58,8 +60,9 @@ def test_evaluation_with_gradients_on(kit: Any) -> None:
 
         return model, optimizer, step
 
-    outcomes = kit.compare(make, steps=10, budget_holds=False)
+    outcomes = kit.compare(make, steps=10, moves=False)
     assert outcomes["planned"].report.iterations == 10
+    assert outcomes["roomy"].planned
 
 
 def test_two_alternating_batch_sizes_are_both_planned(kit: Any) -> None:
@@ -143,8 +146,6 @@ def test_sizes_that_depend_on_the_data(kit: Any) -> None:
 
 
 def test_strict_plan_says_so_instead(kit: Any) -> None:
-    import teraio
-
     def make() -> Any:
         def forward(m: Any, x: torch.Tensor, extra: Any = None) -> torch.Tensor:
             for layer in m.layers:

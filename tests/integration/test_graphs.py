@@ -256,7 +256,7 @@ def test_without_a_model(kit: Any) -> None:
 
 def test_without_model_and_optimizer(kit: Any) -> None:
     def make() -> Any:
-        model, optimizer, step = kit.training(kit.chain())
+        _, _, step = kit.training(kit.chain())
         return None, None, step
 
     outcomes = kit.compare(make)

@@ -1,7 +1,7 @@
 """Changes in place: what plain autograd refuses is refused, what it allows has the same bits.
 
-Covers the check that autograd leaves out under hooks, for evicted and resident tensors, outputs, inputs and weights, and
-writes through ``.data`` that no check sees. The message is torch's own, up to the name of the node.
+Covers the check that autograd leaves out under hooks, for evicted and resident tensors, outputs, inputs and weights,
+and writes through ``.data`` that no check sees. The message is torch's own, up to the name of the node.
 """
 
 from __future__ import annotations
@@ -114,8 +114,7 @@ def _attempt(function: Callable[..., torch.Tensor], h: torch.Tensor, x: torch.Te
     try:
         loss.backward(retain_graph=True)
     except RuntimeError as error:
-        assert REFUSED in str(error)
-        return "refused"
+        return "refused" if REFUSED in str(error) else str(error)
     return "allowed"
 
 
@@ -293,8 +292,7 @@ def test_a_change_in_backward_of_what_another_node_saved(kit: Any, policy: str) 
                 _ChangesWhatItSaved.apply(y).sum().backward()
                 result: object = "allowed"
             except RuntimeError as error:
-                assert REFUSED in str(error)
-                result = "refused"
+                result = "refused" if REFUSED in str(error) else str(error)
             optimizer.step()
             optimizer.zero_grad()
             return result

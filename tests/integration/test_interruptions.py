@@ -1,4 +1,4 @@
-"""Exceptions anywhere in a step: the session goes on, later steps have the bits of a plain run that was interrupted too.
+"""Exceptions anywhere in a step: the session goes on, with the bits of a plain run that was interrupted too.
 
 Covers exceptions and Ctrl-C in forward, backward and optimizer step. Failing transfers are ``test_faults``'s matter.
 """

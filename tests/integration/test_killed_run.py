@@ -47,7 +47,8 @@ def test_killed_run_holds_no_space_and_the_next_starts(tmp_path: Path, after_ste
         assert process.stdout is not None
         for _ in range(after_steps):
             line = process.stdout.readline()
-            assert line.startswith("step") and int(line.split()[1]) > 0, line
+            assert line.startswith("step"), line
+            assert int(line.split()[1]) > 0, line
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=60)
     assert process.returncode == -signal.SIGKILL
@@ -57,5 +58,6 @@ def test_killed_run_holds_no_space_and_the_next_starts(tmp_path: Path, after_ste
 
     with _start(spill, 2) as process:
         out, _ = process.communicate(timeout=120)
-    assert process.returncode == 0 and out.count("step") == 2
+    assert process.returncode == 0
+    assert out.count("step") == 2
     assert list(spill.iterdir()) == [], "the session directory of the killed run is reclaimed"

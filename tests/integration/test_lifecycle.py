@@ -28,15 +28,15 @@ def _open(kit: Any, model: Any, optimizer: Any, **arguments: Any) -> teraio.Sess
     return teraio.offload(model, optimizer, **arguments)
 
 
-def _io_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("teraio-io")]
+def _io_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("teraio-io")}
 
 
 def _loss(model: torch.nn.Module) -> torch.Tensor:
     return model(torch.randn(128, 32)).square().mean()
 
 
-# --- entering ----------------------------------------------------------------------------------------------------------
+# --- entering ---------------------------------------------------------------------------------------------------------
 
 
 def test_offload_activates_nothing(kit: Any) -> None:
@@ -44,7 +44,7 @@ def test_offload_activates_nothing(kit: Any) -> None:
     before, threads = kit.traces_left([model], [optimizer]), _io_threads()
     session = _open(kit, model, optimizer)
     assert kit.traces_left([model], [optimizer]) == before
-    assert _io_threads() == threads
+    assert _io_threads() <= threads
     assert session.last_step is None
     assert session.trace is None
     assert session.plan is None
@@ -70,7 +70,7 @@ def test_a_spill_directory_that_cannot_be_used_starts_nothing(kit: Any, tmp_path
     with pytest.raises(io_backend.SpillDirectoryError):
         session.__enter__()
     assert kit.traces_left([model], [optimizer]) == before
-    assert _io_threads() == threads
+    assert _io_threads() <= threads
     step(0)
 
 
@@ -83,7 +83,7 @@ def test_hooks_that_cannot_be_installed_start_nothing(kit: Any) -> None:
     assert kit.traces_left([model], [optimizer]) == before
     del session
     gc.collect()
-    assert _io_threads() == threads
+    assert _io_threads() <= threads
     step(0)
 
 
@@ -99,14 +99,16 @@ def test_gpu_transport_where_there_is_none(kit: Any) -> None:
         pytest.skip("there is one")
     model, optimizer, _ = kit.training(kit.chain())
     before = kit.traces_left([model], [optimizer])
-    with pytest.raises(io_backend.BackendUnavailableError):
-        _open(kit, model, optimizer, backend="kvikio").__enter__()
-    with pytest.raises((io_backend.BackendUnavailableError, teraio.ConfigError)):
-        _open(kit, model, optimizer, config=teraio.Config(require_gds=True)).__enter__()
+    with pytest.raises(io_backend.BackendUnavailableError), _open(kit, model, optimizer, backend="kvikio"):
+        pass
+    assert kit.traces_left([model], [optimizer]) == before
+    refused = (io_backend.BackendUnavailableError, teraio.ConfigError)
+    with pytest.raises(refused), _open(kit, model, optimizer, config=teraio.Config(require_gds=True)):
+        pass
     assert kit.traces_left([model], [optimizer]) == before
 
 
-# --- leaving -----------------------------------------------------------------------------------------------------------
+# --- leaving ----------------------------------------------------------------------------------------------------------
 
 
 def test_everything_is_gone_after_the_block(kit: Any) -> None:
@@ -121,7 +123,7 @@ def test_everything_is_gone_after_the_block(kit: Any) -> None:
             if steps == 4:
                 model(torch.randn(128, 32))  # an iteration that has begun
         assert kit.traces_left([model], [optimizer]) == before
-        assert _io_threads() == threads
+        assert _io_threads() <= threads
         assert session.report().iterations == steps
         step(9)
 
@@ -195,7 +197,9 @@ def test_backward_after_the_block(kit: Any, steps: int, drop: str) -> None:
     assert [kit.digest(p.grad) for p in model.parameters()] == expected
     del loss
     gc.collect()
-    assert _io_threads() == threads  # the store went with the last saved tensor, whoever holds the session
+    for thread in _io_threads() - threads:
+        thread.join(5)
+    assert _io_threads() <= threads  # the store went with the last saved tensor, whoever holds the session
     assert engine() is None
     assert report.iterations == steps
 
@@ -218,7 +222,7 @@ def test_close_inside_the_block_and_twice(kit: Any) -> None:
             call()
 
 
-# --- copies of the model -----------------------------------------------------------------------------------------------
+# --- copies of the model ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -235,14 +239,12 @@ def test_a_copy_of_the_model_made_inside(kit: Any, steps: int) -> None:
             assert torch.equal(twin(torch.ones(1, 32)), model(torch.ones(1, 32)))
         for i in range(2):
             step(i)
-        twin(torch.randn(128, 32)).sum().backward()
-        step(9)
-    assert session.report().iterations == steps + 3
+    assert session.report().iterations == steps + 2
     twin(torch.randn(128, 32)).sum().backward()
 
 
 def test_a_copy_of_the_model_made_while_recording(kit: Any) -> None:
-    model, optimizer, step = kit.training(kit.chain())
+    model, optimizer, _ = kit.training(kit.chain())
     with _open(kit, model, optimizer):
         loss = _loss(model)
         twin = copy.deepcopy(model)
@@ -277,7 +279,7 @@ def test_save_writes_the_state(kit: Any, tmp_path: Path) -> None:
     assert [kit.fingerprint(state["model"][0]), kit.fingerprint(state["optimizer"][0])] == expected
 
 
-# --- children ----------------------------------------------------------------------------------------------------------
+# --- children ---------------------------------------------------------------------------------------------------------
 
 
 def _in_a_child(work: Any) -> None:
@@ -345,7 +347,9 @@ def test_a_forked_child_does_not_touch_the_store(kit: Any, steps: int, mid_forwa
         else:
             _in_a_child(child)
             assert session._engine.store.statistics() == idle
-        log += [[kit.fingerprint(step(i)), kit.state_fingerprint([model], [optimizer])] for i in range(steps, steps + 2)]
+        log += [
+            [kit.fingerprint(step(i)), kit.state_fingerprint([model], [optimizer])] for i in range(steps, steps + 2)
+        ]
         assert log == plain.log
         assert kit.settle(session) == (0, 0)
 

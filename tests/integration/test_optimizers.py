@@ -175,7 +175,7 @@ def test_a_step_of_ones_own_is_left_whole(kit: Any) -> None:
     assert any("Mine" in event and "left whole" in event for event in outcome.report.events)
 
 
-# --- what watches a step -----------------------------------------------------------------------------------------------
+# --- what watches a step ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["created before entering", "created inside"])

@@ -182,7 +182,11 @@ def test_trace_to(kit: Any, tmp_path: Path) -> None:
     trace = lifetime.Trace.load(path)
     assert trace.signature == outcome.session.trace.signature
     assert trace.num_ops > 0
-    plan = teraio.plan(trace, budget=kit.tight_budget(kit.run(lambda: kit.training(kit.chain()), policy="evict_all"), share=0.3), min_nbytes=kit.MIN_NBYTES)
+    plan = teraio.plan(
+        trace,
+        budget=kit.tight_budget(kit.run(lambda: kit.training(kit.chain()), policy="evict_all"), share=0.3),
+        min_nbytes=kit.MIN_NBYTES,
+    )
     assert plan.signature == trace.signature
 
 

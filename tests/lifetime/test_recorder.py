@@ -808,8 +808,6 @@ def test_wrapper_parameters_are_named_by_their_parts(finish: Finish) -> None:
 
 
 def test_higher_order_operator(finish: Finish) -> None:
-    from torch._higher_order_ops.effects import with_effects  # noqa: F401  (an operator without a schema exists)
-
     x = torch.ones(4)
     with Recorder() as recorder:
         y = torch.ops.higher_order.cond(True, lambda a: a.sin(), lambda a: a.cos(), (x,))

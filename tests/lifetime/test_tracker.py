@@ -89,6 +89,17 @@ def test_two_memories_at_once(tracker: StorageTracker) -> None:
     assert tracker.live_nbytes == 0
 
 
+def test_two_memories_of_a_storage_let_go(tracker: StorageTracker) -> None:
+    a, b = torch.ones(4), torch.ones(4)
+    index = add(tracker, a)
+    tracker.rebind(index, b.untyped_storage())
+    tracker.let_go(index)
+    del a
+    assert tracker.death_op[index] == ALIVE, "b carries it"
+    del b
+    assert tracker.live_nbytes == 0
+
+
 def test_rebound_again_and_again(tracker: StorageTracker) -> None:
     a = torch.ones(4)
     index = add(tracker, a)

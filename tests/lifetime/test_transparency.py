@@ -71,6 +71,46 @@ def test_results_and_generator_are_the_same_bit_for_bit(make: Callable[[], nn.Mo
     assert all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))
 
 
+def pair() -> list[torch.Tensor]:
+    return [torch.ones(3), torch.ones(3)]
+
+
+WRITERS: dict[str, Callable[[list[torch.Tensor]], object]] = {
+    "in place": lambda t: t[0].add_(1),
+    "view": lambda t: t[0][:2].add_(1),
+    "out": lambda t: torch.add(t[1], 1, out=t[0]),
+    "set": lambda t: t[0].set_(t[1]),
+    "foreach": lambda t: torch._foreach_add_(t, 1.0),
+    "foreach with lists": lambda t: torch._foreach_lerp_(t, pair(), 0.5),
+    "foreach copy": lambda t: torch._foreach_copy_(t, pair()),
+    "batch norm": lambda t: nn.functional.batch_norm(torch.ones(4, 3), t[0], t[1], training=True),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+@pytest.mark.parametrize("grad", [True, False])
+def test_versions_move_as_ever(write: Callable[[list[torch.Tensor]], object], grad: bool) -> None:
+    versions = []
+    for context in (nullcontext(), Recorder()):
+        tensors = pair()
+        with context, torch.set_grad_enabled(grad):
+            write(tensors)
+        versions.append([tensor._version for tensor in tensors])
+    assert versions[0] == versions[1]
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_optimizer_step_before_backward_raises_as_ever(record: bool) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1, foreach=True)
+    with Recorder() if record else nullcontext():
+        loss = weight.square().sum()
+        weight.grad = torch.ones(3)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 # --- what is left ----------------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,11 @@ from teraio.planner.problem import Candidate, Float64Array, Int64Array, Problem
 from teraio.planner.simulator import Simulation, replay
 
 CAUTIONS = (1.5, 1.0, 0.0)
-"""How many times slower than measured transfers are planned, most careful first; 0 plans as if they took no time."""
+"""How many times slower than measured the disk is taken to be, most careful first.
+
+With 0, memory counts as gone at once: where writes cannot keep up anyway, the program waits for them in any case, and
+reloads need not be held back for what will then be gone.
+"""
 SAME_STEP = 1.001
 """Steps that differ by less than this factor count as equally long."""
 _READ_AHEAD_S = 2.0
@@ -65,15 +69,15 @@ class Pace(NamedTuple):
 
     def write_s(self, candidates: Sequence[Candidate]) -> Float64Array:
         """Seconds that each write takes."""
-        return self._seconds(candidates, self.hardware.write_bytes_per_s)
+        return self.caution * self._measured_s(candidates, self.hardware.write_bytes_per_s)
 
     def read_s(self, candidates: Sequence[Candidate]) -> Float64Array:
-        """Seconds that each read takes."""
-        return self._seconds(candidates, self.hardware.read_bytes_per_s)
+        """Seconds that each read takes: never less than measured, since starting early costs memory alone."""
+        return max(1.0, self.caution) * self._measured_s(candidates, self.hardware.read_bytes_per_s)
 
-    def _seconds(self, candidates: Sequence[Candidate], bytes_per_s: float) -> Float64Array:
+    def _measured_s(self, candidates: Sequence[Candidate], bytes_per_s: float) -> Float64Array:
         nbytes = np.array([c.nbytes for c in candidates], dtype=np.float64)
-        return np.asarray(self.caution * (self.hardware.latency_s + nbytes / bytes_per_s))
+        return np.asarray(self.hardware.latency_s + nbytes / bytes_per_s)
 
 
 def plan_at_pace(problem: Problem, budget_nbytes: int, pace: Pace) -> Sequence[Move]:

@@ -279,22 +279,39 @@ class TestPlanned:
         (reload,) = (m for m in planned(problem, Limits(200), Hardware(25.0, 100.0)) if m.kind is MoveKind.RELOAD)
         assert reload.trigger == 5
 
-    def test_queue_of_reads_is_counted(self):
+    @pytest.mark.parametrize("caution", CAUTIONS)
+    def test_queue_of_reads_is_counted(self, caution):
         """Five reads of 2 s, used one second after another: the first must start 5 s before its own read would ask."""
         needs = np.array([600] * 3 + [1100] + [600] * 16)
         candidates = tuple(Candidate(i, 100, 0, 15 + i, "") for i in range(5))
         problem = Problem("x", needs, np.arange(20.0), np.ones(20), candidates, 20.0)
         hardware = Hardware(50.0, 1000.0)
-        moves = planned(problem, Limits(600), hardware)
+        moves = plan_at_pace(problem, 600, Pace(hardware, caution))
         assert replay(problem, moves, hardware, 600).stall_s == pytest.approx(0)
 
     def test_reloads_leave_room_for_each_other(self):
-        """Two reloads, and memory for one until the last but one event."""
-        needs = np.array([200, 200, 300, 300, 300, 300, 300, 200, 200, 200])
+        """Both are away over the peak in segment 2, then there is memory for one of them until segment 7."""
+        needs = np.array([200, 200, 400, 300, 300, 300, 300, 200, 200, 200])
         candidates = (Candidate(0, 100, 0, 8, ""), Candidate(1, 100, 0, 9, ""))
         problem = Problem("x", needs, np.arange(10.0), np.ones(10), candidates, 10.0)
         moves = plan_at_pace(problem, 200, Pace(Hardware(1.0, 1000.0), 1.0))
-        check_can_be_kept(problem, moves, 200)
+        assert {m.storage: m.trigger for m in moves if m.kind is MoveKind.RELOAD} == {0: 3, 1: 7}
+
+    def test_late_storage_joins_when_those_in_time_do_not_suffice(self):
+        """Nothing is counted twice on the way."""
+        needs = np.array([200, 200, 200, 400, 200, 200, 200, 200, 200, 200])
+        early, late = Candidate(0, 100, 0, 9, "early"), Candidate(1, 100, 3, 8, "late")
+        problem = Problem("x", needs, np.arange(10.0), np.ones(10), (early, late), 10.0)
+        moves = plan_at_pace(problem, 200, Pace(Hardware(100.0, 100.0), 1.0))
+        assert moved(moves) == [0, 1]
+
+    def test_where_writes_cannot_keep_up_reloads_are_not_held_back(self):
+        """Reads are much faster than writes: no read is waited for, although all writes are."""
+        problem = layers([100] * 20, head_nbytes=200)
+        hardware = Hardware(110.0, 10.0)
+        result = replay(problem, planned(problem, Limits(1200), hardware), hardware, 1200)
+        ends = {storage: end for kind, storage, _, end in result.timeline if kind == "offload"}
+        assert result.stall_s == pytest.approx(max(ends.values()) - 20)
 
     def test_half_duplex_disk_is_judged_as_one(self):
         """At 200 bytes/s there is time for the writes and the reads one after the other, and nothing waits."""
