@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from lifetime.own_hooks import OwnHook
+
 
 class ModuleNames:
     """The running modules, innermost last; without a model, they go by their class.
@@ -40,8 +42,8 @@ class ModuleNames:
             # allow a module's hooks to change while it walks through them.
             if name and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
                 self._handles += [
-                    module.register_forward_pre_hook(self._enter),
-                    module.register_forward_hook(self._exit, always_call=True),
+                    module.register_forward_pre_hook(OwnHook(self._enter)),
+                    module.register_forward_hook(OwnHook(self._exit), always_call=True),
                 ]
 
     def stop(self) -> None:

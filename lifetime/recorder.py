@@ -31,6 +31,7 @@ from lifetime.strings import StringTable
 from lifetime.trace import Trace
 from lifetime.tracker import StorageTracker
 
+AfterOp = Callable[[Any, tuple[Any, ...], dict[str, Any], int], None]
 BeforeOp = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -65,6 +66,8 @@ class Recorder:
     ) -> None:
         self.strings = StringTable()
         self.tracker = StorageTracker(self.strings)
+        self.after_op: AfterOp | None = None
+        """Called after each operation with what it was and the bytes of the storages that it made."""
         self.before_op: BeforeOp | None = None
         """Called before each operation runs, with the operation and its arguments; may raise to refuse it."""
         self._builder = TraceBuilder(self.strings, self.tracker)
@@ -198,6 +201,7 @@ class Recorder:
             self._settle_first_seen(uses)
         row = builder.begin_op(facts.name, self._phases.phase(), self._modules.current)
         dead_nbytes = tracker.dead_nbytes
+        made_nbytes = -tracker.live_nbytes - dead_nbytes
         start_ns = time.perf_counter_ns()
         try:
             result = func(*args, **kwargs)
@@ -213,6 +217,8 @@ class Recorder:
             self._note_outputs(written, row, uses, check_size=True)
         self._note_outputs(result, row, uses)
         builder.end_op(row, start_ns, end_ns, uses)
+        if self.after_op is not None:
+            self.after_op(func, args, kwargs, made_nbytes + tracker.live_nbytes + tracker.dead_nbytes)
         # What died while the operation ran was live during it, too.
         level = tracker.level_since(dead_nbytes)
         if self._count_buffers:

@@ -99,7 +99,7 @@ class StorageTracker:
                 filled_at = self._filled_at.pop(storage._cdata, -1)
                 if birth_op < 0 <= filled_at:
                     birth_op, kind = filled_at, StorageKind.TEMPORARY
-            index = self._append(nbytes, birth_op, kind, dtype, tuple(tensor.shape))
+            index = self._append(nbytes, birth_op, kind, dtype, () if tensor.is_nested else tuple(tensor.shape))
             if not counted:
                 self._uncounted.add(index)
             self._watch(storage, index)

@@ -32,6 +32,9 @@ class Config:
     allow_unsafe_spill: bool = False
     """Accept a spill directory in RAM or on a network file system."""
 
+    pin: tuple[str, ...] = ()
+    """Names of modules, ``*`` allowed, inside which saved tensors stay resident: ``("head", "blocks.0.*")``."""
+
     require_gds: bool = False
     """Fail at entry unless bytes go by GPUDirect Storage."""
 
@@ -47,12 +50,21 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("min_nbytes", "max_spill_nbytes", "optimizer_chunk_nbytes"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            if (value is not None or name != "max_spill_nbytes") and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 0
+            ):
                 raise ConfigError(f"Config.{name} must be a number of bytes of at least 0, got {value!r}")
         for name in ("io_timeout_s", "max_write_tb_per_day"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"Config.{name} must be above 0, got {value!r}")
+            if value is None and name == "max_write_tb_per_day":
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise ConfigError(f"Config.{name} must be a number above 0, got {value!r}")
+        if not isinstance(self.pin, tuple) or not all(isinstance(pattern, str) for pattern in self.pin):
+            raise ConfigError(f"Config.pin must be a tuple of module names, got {self.pin!r}")
+        for name in ("allow_unsafe_spill", "require_gds", "strict_plan"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"Config.{name} must be True or False, got {getattr(self, name)!r}")
 
     @classmethod
     def load(cls, path: str | Path) -> "Config":
@@ -72,6 +84,8 @@ class Config:
         for name in content:
             if name.endswith("_nbytes"):
                 content[name] = parse_nbytes(content[name], name=name)
+        if isinstance(content.get("pin"), list):
+            content["pin"] = tuple(content["pin"])
         try:
             return cls(**content)
         except TypeError as error:

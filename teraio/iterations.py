@@ -18,6 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lifetime import EventKind, Hardware, Recorder, StorageKind, Trace
+from lifetime.own_hooks import OwnHook
 from teraio.errors import PlanMismatchError
 from teraio.iteration_key import WITHOUT_ROOT, IterationKey, fingerprint, iteration_key
 from teraio.learning import Lesson, find_plan, take_lesson, translate
@@ -113,8 +114,10 @@ class Iterations:
         """Watch root modules and optimizers."""
         self._hooks.on_pack = self._packing  # type: ignore[method-assign]
         for model in self._models:
-            self._handles.append(model.register_forward_pre_hook(self._root_enter, prepend=True, with_kwargs=True))
-            self._handles.append(model.register_forward_hook(self._root_exit, always_call=True))
+            self._handles.append(
+                model.register_forward_pre_hook(OwnHook(self._root_enter), prepend=True, with_kwargs=True)
+            )
+            self._handles.append(model.register_forward_hook(OwnHook(self._root_exit), always_call=True))
         for index, optimizer in enumerate(self._optimizers):
             self._handles.append(
                 optimizer.register_step_post_hook(lambda *_, index=index: self._optimizer_stepped(index))
@@ -133,7 +136,13 @@ class Iterations:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._hooks.__dict__.pop("on_pack", None)
         self.abort()
+
+    def let_go(self) -> None:
+        """Hold neither engine nor hooks any longer; what was recorded and planned stays to be asked for."""
+        self._states = ()
+        del self._engine, self._hooks
 
     def set_budget(self, budget_nbytes: int) -> None:
         """A new budget from the next iteration on: every plan is made anew."""
@@ -179,14 +188,16 @@ class Iterations:
     def _optimizer_stepped(self, index: int) -> None:
         if self._manual or os.getpid() != self._pid:
             return
+        if index in self._stepped:  # again, and the others have not stepped at all: those were skipped
+            self.boundary()
         self._stepped.add(index)
         if len(self._stepped) >= max(1, len(self._optimizers)):
             self.boundary()
 
     def _cleared_unstepped(self) -> bool:
         """Whether a backward pass ran and its gradients are gone although no optimizer stepped."""
-        if self._hooks.num_unpacked == self._begin_unpacked:
-            return False
+        if self._stepped or self._hooks.num_unpacked == self._begin_unpacked:
+            return False  # where one of several optimizers has stepped, gradients are gone because they were used
         parameters = (p for model in self._models for p in model.parameters() if p.requires_grad)
         return all(p.grad is None for p in parameters)
 

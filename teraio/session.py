@@ -16,10 +16,12 @@ import torch
 
 from io_backend import BackendConfig, Store, open_store
 from lifetime import Trace
+from lifetime.optimizer_steps import settle_hooks
 from teraio.budget import default_budget_nbytes
 from teraio.config import Config
-from teraio.errors import ConfigError, InfeasibleBudgetError
+from teraio.errors import ConfigError, InfeasibleBudgetError, TeraioError
 from teraio.iterations import Iterations, StepRecord
+from teraio.pins import Pins, pinned_modules
 from teraio.planner.plan import Limits, Plan
 from teraio.planner.policies import POLICIES
 from teraio.report import Report
@@ -91,9 +93,11 @@ def offload(
         _as_list(model, torch.nn.Module, "model"),
         _as_list(optimizer, torch.optim.Optimizer, "optimizer"),
     )
-    settings = config if isinstance(config, Config) else Config() if config is None else Config.load(config)
-    if not isinstance(settings, Config):
+    if not isinstance(config, (Config, str, os.PathLike, type(None))):
         raise ConfigError(f"config must be a teraio.Config or the path of a TOML file, got {config!r}")
+    settings = config if isinstance(config, Config) else Config() if config is None else Config.load(config)
+    if not isinstance(trace_to, (str, os.PathLike, type(None))):
+        raise ConfigError(f"trace_to must be the path of a file, got {trace_to!r}")
     move_states = _check_kinds(kinds)
     if parse_nbytes(host_budget, name="host_budget") != 0:
         raise ConfigError(
@@ -154,6 +158,7 @@ class Session:
         self._states: list[OptimizerState] = []
         self._entered = False
         self._open = False
+        self._closed = False
         self._final: Report | None = None
         self._base_rss_nbytes = 0
         self._unseen_nbytes = 0
@@ -171,6 +176,17 @@ class Session:
             raise ConfigError("this session was entered before: call teraio.offload again for another one")
         store = self._open_store()
         self._entered = True
+        try:
+            self._start(store)
+        except BaseException:
+            self._take_hooks_away()
+            self._states = []
+            self._closed = True
+            store.close()
+            raise
+        return self
+
+    def _start(self, store: Store) -> None:
         if not process_memory.huge_pages_work():
             self._log.add(
                 "large CPU tensors do not lie on huge pages, which makes transfers copy and memory slow: import teraio "
@@ -198,23 +214,30 @@ class Session:
             move_states=self._move_states,
         )
         self._base_rss_nbytes = process_memory.anon_rss_nbytes() - state_nbytes(self._models, self._optimizers)
+        self._pins = Pins(self._hooks, pinned_modules(self._models, self._config.pin))
         self._hooks.install()
         self._iterations.install()
         self._open = True
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            self.close()
+        except (TeraioError, OSError) as late:
+            if error is None:
+                raise
+            error.add_note(f"leaving the teraio block failed too: {late}")
 
     def close(self) -> None:
-        """Take all hooks away and release the store, at once or when the last saved tensor dies. Idempotent."""
-        if not self._open:
+        """Take all hooks away and release the store, at once or when the last saved tensor dies. Idempotent.
+
+        Raises:
+            OffloadTimeout: A write has not ended. The hooks are gone; call it again to release the store.
+            TimeoutError: The store cannot be closed yet; as above.
+        """
+        if not self._entered or self._closed:
             return
         self._open = False
-        self._hooks.uninstall()
-        self._iterations.uninstall()
-        for chunked in self._chunked:
-            chunked.uninstall()
+        self._take_hooks_away()
         engine = self._engine
         if state_nbytes(self._models, self._optimizers) <= self._budget_nbytes:
             for state in self._states:
@@ -229,11 +252,32 @@ class Session:
         self._final = self.report()
         if engine.num_records == 0:
             engine.store.close()
-        # Else saved tensors hold their records, records hold the engine, and the engine the store, until they die.
-        del self._engine, self._hooks
+        # Else saved tensors hold their records, records hold the engine, and the engine the store, until they die: then
+        # nothing else may hold the engine, not this session either.
+        self._closed = True
+        self._iterations.let_go()
+        self._chunked = []
+        del self._engine, self._hooks, self._pins
         process_memory.use_default_malloc()
 
+    def _take_hooks_away(self) -> None:
+        """As far as they were installed; may be called again."""
+        if hasattr(self, "_hooks"):
+            self._hooks.uninstall()
+        if hasattr(self, "_pins"):
+            self._pins.uninstall()
+        if hasattr(self, "_iterations"):
+            self._iterations.uninstall()
+        for chunked in self._chunked:
+            chunked.uninstall()
+        settle_hooks()
+
     def _open_store(self) -> Store:
+        if self._config.require_gds and self._backend != "kvikio":
+            raise ConfigError(
+                f"Config.require_gds asks for GPUDirect Storage, but backend {self._backend!r} goes through system "
+                "calls in this version: leave require_gds off, or ask for backend='kvikio'"
+            )
         for directory in self._spill:
             if directory == default_spill_directory():
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -392,6 +436,8 @@ def default_spill_directory() -> Path:
 def _spill_directories(spill: str | Path | Sequence[str | Path] | None) -> list[Path]:
     if spill is None:
         return [default_spill_directory()]
+    if not isinstance(spill, (str, os.PathLike, Sequence)):
+        raise ConfigError(f"spill must be a directory or a list of directories, got {spill!r}")
     directories = [spill] if isinstance(spill, (str, os.PathLike)) else list(spill)
     if not directories or not all(isinstance(directory, (str, os.PathLike)) for directory in directories):
         raise ConfigError(f"spill must be a directory or a list of directories, got {spill!r}")
@@ -399,8 +445,12 @@ def _spill_directories(spill: str | Path | Sequence[str | Path] | None) -> list[
 
 
 def _resolve_policy(policy: str | Path | Plan) -> str | Plan:
-    if isinstance(policy, Plan) or policy in POLICIES:
+    if isinstance(policy, Plan):
         return policy
+    if not isinstance(policy, (str, os.PathLike)):
+        raise ConfigError(f"policy must be a name, a teraio.Plan or the path of a plan file, got {policy!r}")
+    if policy in POLICIES:
+        return str(policy)
     path = Path(policy)
     if path.is_file():
         return Plan.load(path)
@@ -430,7 +480,10 @@ def _check_kinds(kinds: str | Iterable[str]) -> bool | None:
     """Whether optimizer state moves: True, False, or None for when it must."""
     if kinds == "auto":
         return None
-    chosen = {kinds} if isinstance(kinds, str) else set(kinds)
+    listed = [kinds] if isinstance(kinds, str) else list(kinds) if isinstance(kinds, Iterable) else [kinds]
+    if not all(isinstance(kind, str) for kind in listed):
+        raise ConfigError(f"kinds must be 'auto' or a set of {sorted(_KINDS)}, got {kinds!r}")
+    chosen = set(listed)
     if not chosen <= _KINDS:
         raise ConfigError(f"kinds must be 'auto' or a set of {sorted(_KINDS)}, got {sorted(chosen - _KINDS)}")
     if not {"activation"} <= chosen <= {"activation", "optimizer"}:
@@ -460,7 +513,7 @@ def _budget_nbytes(budget: Budget, held_nbytes: int) -> int:
         devices = {str(device): size for device, size in budget.items()}
         if set(devices) != {"cpu"}:
             raise ConfigError(f"budget names devices {sorted(devices)}, expected just 'cpu' in this version")
-        return parse_nbytes(devices["cpu"], name="budget")
+        budget = devices["cpu"]
     nbytes = parse_nbytes(budget, name="budget")
     if nbytes == 0:
         raise ConfigError("budget must be above 0 bytes")

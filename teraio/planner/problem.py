@@ -106,6 +106,8 @@ def _candidates(trace: Trace, min_nbytes: int) -> Iterator[Candidate]:
         life = trace.storages[storage]
         if life.kind is not StorageKind.ACTIVATION or life.nbytes < max(min_nbytes, 1) or life.birth_op < 0:
             continue
+        if life.freeable_event < 0 and trace.meta.get("holders_known"):
+            continue  # something held it for all of its idle time: it cannot leave
         period = _idle_period(trace, life.freeable_event, last_pack, unpacks.get(storage, []), uses[storage])
         if period is not None:
             yield Candidate(storage, life.nbytes, *period, life.name or f"storage {storage}")

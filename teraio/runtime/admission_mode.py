@@ -41,11 +41,13 @@ class AdmissionMode:
         self._order: list[weakref.ref[Record]] = []
         self._largest_need_nbytes = 0
         self.recorder = recorder
+        recorder.meta["holders_known"] = True
 
     def start(self) -> None:
         """Begin recording on the calling thread; storages saved earlier and still alive are carried over."""
         recorder = self.recorder
         recorder.before_op = self._before_op
+        recorder.after_op = self._sizes.learn
         self._engine.on_death = self._died
         recorder.start(push_mode=False)
         for record in sorted(self._engine.all_records(), key=lambda r: r.serial):
@@ -57,7 +59,7 @@ class AdmissionMode:
         remove(self.recorder.mode)
         self._engine.tidy()
         self._engine.on_death = lambda remains: None
-        self.recorder.before_op = None
+        self.recorder.before_op = self.recorder.after_op = None
         self.recorder.stop(pop_mode=False)
 
     def _carry_over(self, record: Record) -> None:
@@ -233,7 +235,7 @@ class AdmissionMode:
             f"Largest: {'; '.join(described)}. The operation was not run and nothing is lost: raise the budget to at "
             f"least {format_nbytes(floor)}, or make the batch or the sequence smaller"
         )
-        if engine.last_failure is not None:
+        if engine.last_failure:
             raise OffloadError(f"{message}. Writes to the spill directory failed before: {engine.last_failure}")
         raise InfeasibleBudgetError(message, floor_nbytes=floor, op=what, storages=described)
 

@@ -50,7 +50,7 @@ class Engine:
         self.absent_nbytes = 0
         self.peak_nbytes = 0
         self.stall_s = 0.0
-        self.last_failure: BaseException | None = None
+        self.last_failure = ""
         self.on_death: Callable[[Remains], None] = lambda remains: None
         """Told of each dead record, while the books are tidied."""
         self._io_timeout_s = io_timeout_s
@@ -167,7 +167,7 @@ class Engine:
             self.store.free(record.extent)
             record.extent = None
         record.unwritable = True
-        self.last_failure = error
+        self.last_failure = str(error)  # the error itself would keep its frames, and with them the record
         self.log.add(f"a write to the spill directory failed, the tensor stays in memory: {error}", level=30)
 
     def release(self, record: Record) -> bool:
@@ -245,16 +245,18 @@ class Engine:
         record.ticket = None
         try:
             self._wait_for_end(ticket, str(record))
-            if (failure := ticket.exception()) is not None:
-                raise failure
-            if record.checksum is not None and _checksum(storage) != record.checksum:
-                raise CorruptExtentError(5, f"{record}: its bytes changed on the SSD (extent {record.extent})")
-        except BaseException as error:
+            failure = ticket.exception()
+            if failure is None and record.checksum is not None and _checksum(storage) != record.checksum:
+                failure = CorruptExtentError(5, f"{record}: its bytes changed on the SSD (extent {record.extent})")
+        except BaseException:
             record.move_to(State.OFFLOADED)
             record.storage = None
-            if isinstance(error, BackendError):
-                raise OffloadError(f"{record} could not be read back, it stays on the SSD: {error}") from error
             raise
+        if failure is not None:
+            record.move_to(State.OFFLOADED)
+            record.storage = None
+            # Not raised itself: the store keeps it, and with a traceback it would keep every frame down to the loss.
+            raise OffloadError(f"{record} could not be read back, it stays on the SSD: {failure}") from failure
         record.move_to(State.CLEAN)
         record.on_slab = True
         record.take_memory(storage)
@@ -274,8 +276,10 @@ class Engine:
         start_s = time.perf_counter()
         try:
             ticket.wait(self._io_timeout_s)
-        except (BackendError, CancelledError):
-            pass  # who needs the bytes looks at the outcome
+        except (BackendError, CancelledError) as error:
+            # Who needs the bytes looks at the outcome. The ticket keeps the error: with a traceback it would keep every
+            # frame down to the program's loss, and so the graph, for as long as the store keeps the ticket.
+            error.__traceback__ = None
         except TimeoutError as error:
             raise OffloadTimeout(f"{what}: no end after {self._io_timeout_s} s: {error}") from error
         finally:

@@ -19,9 +19,10 @@ import torch._compile
 
 from lifetime import EventKind
 from lifetime.saved_tensors import check_not_modified
+from teraio.errors import OffloadError
 from teraio.runtime.engine import Engine
 from teraio.runtime.modes import Mode, PassiveMode
-from teraio.runtime.residency import Record
+from teraio.runtime.residency import Record, State
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -80,6 +81,8 @@ class SavedTensorHooks:
         self._weights: set[int] = set()
         self._context: torch.autograd.graph.saved_tensors_hooks | None = None
         self.mode: Mode = PassiveMode()
+        self.pin_depth = 0
+        """Above 0 inside modules whose saved tensors stay."""
         self.skipped_nbytes: Counter[str] = Counter()
         self.num_packed = 0
         self.num_unpacked = 0
@@ -88,8 +91,9 @@ class SavedTensorHooks:
 
     def install(self) -> None:
         """Put the hooks on the calling thread."""
-        self._context = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-        self._context.__enter__()
+        context = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        context.__enter__()
+        self._context = context
 
     def uninstall(self) -> None:
         """Take them away; what was packed can still be unpacked."""
@@ -136,11 +140,15 @@ class SavedTensorHooks:
             RuntimeError: It was modified in place since, as autograd says without hooks.
             OffloadError: Its bytes could not be read back; they are still on the SSD.
         """
+        if os.getpid() != self._pid:
+            return self._unpack_in_a_child(packed)
         self.num_unpacked += 1
         if isinstance(packed, _Resident):
             alias = packed.alias
             if packed.version >= 0:
-                check_not_modified(alias._version, packed.version, alias.dtype, tuple(alias.shape))
+                check_not_modified(
+                    alias._version, packed.version, alias.dtype, () if alias.is_nested else tuple(alias.shape)
+                )
             with self._engine.lock, self._quiet():
                 self.mode.unpacking(None, _storage_nbytes(alias), _dtype_name(alias.dtype))
             return alias
@@ -154,7 +162,21 @@ class SavedTensorHooks:
             tensor.set_(storage, packed.offset, packed.size, packed.stride)
             del storage
             self.mode.unpacked(record)
-            return tensor
+            # The program's hands get the version counter of what was saved: a change of it in backward must show to the
+            # other nodes that saved the same tensor.
+            alias = packed.probe.detach()
+            alias.data = tensor
+            return alias
+
+    def _unpack_in_a_child(self, packed: _Resident | _Offloadable) -> torch.Tensor:
+        """A forked child decides nothing, and has no threads that could read anything back."""
+        if isinstance(packed, _Resident):
+            return packed.alias
+        storage = packed.record.storage
+        if storage is None or packed.record.state is State.RELOADING:
+            raise OffloadError(f"{packed.record} cannot be read back in a forked child: run backward in the parent")
+        tensor = torch.empty(0, dtype=packed.dtype, device=storage.device)
+        return tensor.set_(storage, packed.offset, packed.size, packed.stride)
 
     def on_pack(self) -> None:
         """Called before each pack is decided; the session starts an iteration here when none is running."""
@@ -165,6 +187,8 @@ class SavedTensorHooks:
 
     def tick(self, kind: EventKind, nbytes: int = 0) -> None:
         """Any other event of the clock."""
+        if os.getpid() != self._pid:
+            return
         with self._engine.lock, self._quiet():
             self.mode.tick(kind, nbytes)
 
@@ -174,6 +198,8 @@ class SavedTensorHooks:
         """Why `tensor` stays, None when it may leave."""
         if type(tensor) not in _PLAIN_TYPES:
             return "tensor subclass"
+        if self.pin_depth:
+            return "pinned"
         if tensor.layout is not torch.strided or tensor.is_nested:
             return "not strided"
         if tensor.device != self._device:
@@ -215,9 +241,21 @@ def _has_plain_storage(tensor: torch.Tensor) -> bool:
 
 
 def _storage_nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of the storage; 0 for tensors that have none to speak of."""
+    """Bytes of the storage; of a tensor that has none, the bytes of what it is made of, 0 where that cannot be told."""
     try:
         return tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):
+        pass
+    try:
+        if tensor.layout is torch.sparse_coo:
+            parts = [tensor._indices(), tensor._values()]
+        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+        else:
+            return 0
+        return sum(part.untyped_storage().nbytes() for part in parts)
     except (RuntimeError, NotImplementedError):
         return 0
 

@@ -35,6 +35,17 @@ class OpSizes:
             cached = self._cache[key] = _run_on_meta(func, args, kwargs)
         return cached
 
+    def learn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], nbytes: int) -> None:
+        """`func` has run and made `nbytes`: where that is more than predicted, predict it from now on."""
+        if nbytes <= 0 or not self._may_allocate(func):
+            return
+        try:
+            key = (func, _key(args), _key(tuple(sorted(kwargs.items()))))
+            if nbytes > self._cache.get(key, 0):
+                self._cache[key] = nbytes
+        except TypeError:
+            return
+
     def _may_allocate(self, func: Any) -> bool:
         """Whether the schema lets any result have memory of its own."""
         known = self._allocates.get(func)
@@ -54,7 +65,8 @@ def _key(values: Iterable[Any]) -> tuple[Any, ...]:
 
 def _key_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), value.stride(), value.dtype) if value.layout is torch.strided else object()
+        plain = value.layout is torch.strided and not value.is_nested
+        return (tuple(value.shape), value.stride(), value.dtype) if plain else object()
     if isinstance(value, (list, tuple)):
         return _key(value)
     return (type(value), value)  # True, 1 and 1.0 are equal, yet choose different result types

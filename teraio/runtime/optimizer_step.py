@@ -57,7 +57,7 @@ class ChunkedStep:
         self, optimizer: torch.optim.Optimizer, watcher: ChunkWatcher, chunk_nbytes: int = CHUNK_NBYTES
     ) -> None:
         self._optimizer = optimizer
-        self._watcher = watcher
+        self._watcher: ChunkWatcher | None = watcher
         self._chunk_nbytes = chunk_nbytes
         self._own: Any = None
         self._before: Any = None
@@ -83,6 +83,7 @@ class ChunkedStep:
     def uninstall(self) -> None:
         """Step as before; a scheduler that has wrapped ours meanwhile goes on through it, whole."""
         self._active = False
+        self._watcher = None  # a scheduler may keep us, and with us it would keep the engine
         optimizer = self._optimizer
         if optimizer.__dict__.get("step") is self._own:
             if self._had_own:
@@ -115,20 +116,27 @@ class ChunkedStep:
 
     def _update_in_chunks(self, update: Callable[[torch.optim.Optimizer], object]) -> None:
         """Show the optimizer one chunk of one group at a time; whatever happens, it has all of them again after."""
-        optimizer = self._optimizer
+        optimizer, watcher = self._optimizer, self._watcher
+        assert watcher is not None
         groups = optimizer.param_groups
         work = [(group, chunk) for group in groups for chunk in _chunks(group["params"], self._chunk_nbytes)]
         for i, (group, chunk) in enumerate(work):
             parameters = group["params"]
-            self._watcher.before_chunk(chunk, work[i + 1][1] if i + 1 < len(work) else [])
+            watcher.before_chunk(chunk, work[i + 1][1] if i + 1 < len(work) else [])
             try:
                 group["params"] = chunk
                 optimizer.param_groups = [group]
-                update(optimizer)
+                new = [parameter for parameter in chunk if not optimizer.state.get(parameter)]
+                try:
+                    update(optimizer)
+                except BaseException:
+                    for parameter in new:  # half made: the next step would take it for complete
+                        optimizer.state.pop(parameter, None)
+                    raise
             finally:
                 group["params"] = parameters
                 optimizer.param_groups = groups
-            self._watcher.after_chunk(chunk)
+            watcher.after_chunk(chunk)
 
 
 def _chunks(parameters: list[torch.Tensor], chunk_nbytes: int) -> Iterator[list[torch.Tensor]]:
