@@ -239,6 +239,7 @@ class Iterations:
         with engine.lock:
             engine.tidy()
             engine.budget_nbytes = self._limits.budget_nbytes
+            hooks.pin_depth = 0  # an interrupt may have left a pinned module without its exit
             hooks.know_weights(t for model in self._models for t in [*model.parameters(), *model.buffers()])
             self._active = True
             self._key = key

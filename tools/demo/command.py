@@ -33,7 +33,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "demo", help="train with and without a memory budget, and compare", description=DESCRIPTION
     )
     parser.add_argument(
-        "--budget", metavar="SIZE", help='tensor bytes allowed, e.g. "600MiB" (default: 55%% of the plain peak)'
+        "--budget", metavar="SIZE", help='tensor bytes allowed, e.g. "600MiB" (default: 58%% of the plain peak)'
     )
     parser.add_argument("--spill", metavar="DIR", help="directory to offload to (default: teraio's own choice)")
     parser.add_argument("--policy", default=defaults["policy"], help="what decides the moves (default: %(default)s)")

@@ -14,7 +14,7 @@ from .result import DemoResult, Machine, ModeResult
 from .spec import LEARNING_STEPS, MEASURING_STEPS, Mode, SegmentSpec
 from .worker_process import OnStep, SegmentRecord, run_worker
 
-BUDGET_SHARE = 0.55
+BUDGET_SHARE = 0.58
 """Default budget, as a share of plain's peak tensor bytes."""
 
 ORDER: tuple[Mode, ...] = ("plain", "teraio", "plain", "teraio")
