@@ -7,23 +7,32 @@ works.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from io_backend import BackendConfig, Store, open_store
 from lifetime import Trace
 from lifetime.optimizer_steps import settle_hooks
-from teraio.budget import default_budget_nbytes
+from teraio.arguments import (
+    Budget,
+    as_list_of,
+    check_device,
+    check_kinds,
+    check_state_fits,
+    default_spill_directory,
+    resolve_budget_nbytes,
+    resolve_policy,
+    spill_directories,
+)
 from teraio.config import Config
-from teraio.errors import ConfigError, InfeasibleBudgetError, TeraioError
+from teraio.errors import ConfigError, TeraioError
 from teraio.iterations import Iterations, StepRecord
 from teraio.pins import Pins, pinned_modules
 from teraio.planner.plan import Limits, Plan
-from teraio.planner.policies import POLICIES
 from teraio.report import Report
 from teraio.runtime import process_memory
 from teraio.runtime.engine import Engine
@@ -32,15 +41,11 @@ from teraio.runtime.hooks import SavedTensorHooks
 from teraio.runtime.optimizer_state import OptimizerState
 from teraio.runtime.optimizer_step import ChunkedStep, can_be_chunked
 from teraio.runtime.swap import can_exchange
-from teraio.sizes import format_nbytes, parse_nbytes
+from teraio.sizes import parse_nbytes
 from teraio.state_size import state_nbytes
 
-_KINDS = {"activation", "parameter", "gradient", "optimizer"}
 _KEEP_ALL = 1 << 62
 """Least size that may leave under the policy ``keep``: nothing is that large."""
-
-OneOrMore = Any
-Budget = int | str | Mapping[Any, int | str] | None
 
 
 def offload(
@@ -90,30 +95,30 @@ def offload(
         >>> print(session.report())
     """
     models, optimizers = (
-        _as_list(model, torch.nn.Module, "model"),
-        _as_list(optimizer, torch.optim.Optimizer, "optimizer"),
+        as_list_of(model, torch.nn.Module, "model"),
+        as_list_of(optimizer, torch.optim.Optimizer, "optimizer"),
     )
     if not isinstance(config, (Config, str, os.PathLike, type(None))):
         raise ConfigError(f"config must be a teraio.Config or the path of a TOML file, got {config!r}")
     settings = config if isinstance(config, Config) else Config() if config is None else Config.load(config)
     if not isinstance(trace_to, (str, os.PathLike, type(None))):
         raise ConfigError(f"trace_to must be the path of a file, got {trace_to!r}")
-    move_states = _check_kinds(kinds)
+    move_states = check_kinds(kinds)
     if parse_nbytes(host_budget, name="host_budget") != 0:
         raise ConfigError(
             f"host_budget must be 0 bytes in this version (there is no host tier yet), got {host_budget!r}"
         )
     if backend not in ("auto", "posix", "kvikio"):
         raise ConfigError(f"backend must be 'auto', 'posix' or 'kvikio', got {backend!r}")
-    _check_device(models)
-    budget_nbytes = _budget_nbytes(budget, state_nbytes(models, optimizers))
-    _check_state_fits(models, optimizers if move_states is False else [], budget_nbytes)
+    check_device(models)
+    budget_nbytes = resolve_budget_nbytes(budget, state_nbytes(models, optimizers))
+    check_state_fits(models, optimizers if move_states is False else [], budget_nbytes)
     return Session(
         models,
         optimizers,
         budget_nbytes=budget_nbytes,
-        spill=_spill_directories(spill),
-        policy=_resolve_policy(policy),
+        spill=spill_directories(spill),
+        policy=resolve_policy(policy),
         backend=backend,
         trace_to=None if trace_to is None else Path(trace_to),
         verify=verify,
@@ -360,8 +365,8 @@ class Session:
             InfeasibleBudgetError: The state alone exceeds it; the old budget stays.
         """
         self._require_open("set_budget")
-        budget_nbytes = _budget_nbytes(budget, state_nbytes(self._models, self._optimizers))
-        _check_state_fits(self._models, self._optimizers if self._move_states is False else [], budget_nbytes)
+        budget_nbytes = resolve_budget_nbytes(budget, state_nbytes(self._models, self._optimizers))
+        check_state_fits(self._models, self._optimizers if self._move_states is False else [], budget_nbytes)
         self._budget_nbytes = budget_nbytes
         self._iterations.set_budget(budget_nbytes)
 
@@ -422,107 +427,3 @@ class Session:
     def _require_open(self, what: str) -> None:
         if not self._open:
             raise ConfigError(f"session.{what}() works only inside the with block")
-
-
-def default_spill_directory() -> Path:
-    """Where spill files go when nothing is said: ``$TERAIO_SPILL``, else ``teraio`` in the user's cache directory."""
-    given = os.environ.get("TERAIO_SPILL")
-    if given:
-        return Path(given)
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "teraio"
-
-
-def _spill_directories(spill: str | Path | Sequence[str | Path] | None) -> list[Path]:
-    if spill is None:
-        return [default_spill_directory()]
-    if not isinstance(spill, (str, os.PathLike, Sequence)):
-        raise ConfigError(f"spill must be a directory or a list of directories, got {spill!r}")
-    directories = [spill] if isinstance(spill, (str, os.PathLike)) else list(spill)
-    if not directories or not all(isinstance(directory, (str, os.PathLike)) for directory in directories):
-        raise ConfigError(f"spill must be a directory or a list of directories, got {spill!r}")
-    return [Path(directory) for directory in directories]
-
-
-def _resolve_policy(policy: str | Path | Plan) -> str | Plan:
-    if isinstance(policy, Plan):
-        return policy
-    if not isinstance(policy, (str, os.PathLike)):
-        raise ConfigError(f"policy must be a name, a teraio.Plan or the path of a plan file, got {policy!r}")
-    if policy in POLICIES:
-        return str(policy)
-    path = Path(policy)
-    if path.is_file():
-        return Plan.load(path)
-    raise ConfigError(
-        f"policy must be one of {', '.join(sorted(POLICIES))}, a teraio.Plan, or a plan file, got {str(policy)!r}"
-    )
-
-
-def _check_state_fits(
-    models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer], budget_nbytes: int
-) -> None:
-    """Refuse a budget below the state that cannot leave.
-
-    Raises:
-        InfeasibleBudgetError: It names the budget, the state, and the remedy.
-    """
-    held_nbytes = state_nbytes(models, optimizers)
-    if held_nbytes > budget_nbytes:
-        raise InfeasibleBudgetError(
-            f"the budget is {format_nbytes(budget_nbytes)}, but the state of model and optimizer that stays resident "
-            f"takes {format_nbytes(held_nbytes)}: raise the budget to more than that",
-            floor_nbytes=held_nbytes,
-        )
-
-
-def _check_kinds(kinds: str | Iterable[str]) -> bool | None:
-    """Whether optimizer state moves: True, False, or None for when it must."""
-    if kinds == "auto":
-        return None
-    listed = [kinds] if isinstance(kinds, str) else list(kinds) if isinstance(kinds, Iterable) else [kinds]
-    if not all(isinstance(kind, str) for kind in listed):
-        raise ConfigError(f"kinds must be 'auto' or a set of {sorted(_KINDS)}, got {kinds!r}")
-    chosen = set(listed)
-    if not chosen <= _KINDS:
-        raise ConfigError(f"kinds must be 'auto' or a set of {sorted(_KINDS)}, got {sorted(chosen - _KINDS)}")
-    if not {"activation"} <= chosen <= {"activation", "optimizer"}:
-        raise ConfigError(
-            "kinds must be 'auto', {'activation'} or {'activation', 'optimizer'} in this version, "
-            f"got {sorted(chosen)}"
-        )
-    if "optimizer" in chosen and not can_exchange():
-        raise ConfigError(f"moving optimizer state needs torch 2.13 or newer, this is {torch.__version__}")
-    return "optimizer" in chosen
-
-
-def _check_device(models: list[torch.nn.Module]) -> None:
-    for model in models:
-        for name, parameter in model.named_parameters():
-            if parameter.device.type != "cpu":
-                raise ConfigError(
-                    f"parameter {name} is on {parameter.device}: this version offloads on the CPU only, where memory "
-                    "is the fast tier; move the model to 'cpu'"
-                )
-
-
-def _budget_nbytes(budget: Budget, held_nbytes: int) -> int:
-    if budget is None:
-        return default_budget_nbytes(held_nbytes)
-    if isinstance(budget, Mapping):
-        devices = {str(device): size for device, size in budget.items()}
-        if set(devices) != {"cpu"}:
-            raise ConfigError(f"budget names devices {sorted(devices)}, expected just 'cpu' in this version")
-        budget = devices["cpu"]
-    nbytes = parse_nbytes(budget, name="budget")
-    if nbytes == 0:
-        raise ConfigError("budget must be above 0 bytes")
-    return nbytes
-
-
-def _as_list(value: OneOrMore, kind: type[Any], name: str) -> list[Any]:
-    values = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
-    for item in values:
-        if not isinstance(item, kind):
-            raise ConfigError(f"{name} must be a {kind.__name__} or a sequence of them, got {type(item).__name__}")
-    return values
