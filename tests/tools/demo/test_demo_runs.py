@@ -44,7 +44,7 @@ def test_a_missing_cuda_device_is_wrong_usage(capsys: pytest.CaptureFixture[str]
 @pytest.mark.slow
 def test_the_whole_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "result.json"
-    size = ["--layers", "4", "--width", "128", "--batch", "4", "--sequence", "128", "--steps", "5"]
+    size = ["--layers", "6", "--width", "256", "--batch", "4", "--sequence", "256", "--steps", "5"]
     code = cli.main(["demo", *size, "--spill", str(tmp_path), "--json", str(file)])
     shown = capsys.readouterr()
     assert code == 0, shown.out + shown.err
