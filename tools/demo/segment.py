@@ -11,6 +11,7 @@ see ``worker``.
 import hashlib
 import os
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
@@ -52,6 +53,8 @@ class Trainer:
             standard_library_source(), batch=spec.batch, sequence=spec.sequence, seed=spec.seed, device=spec.device
         )
         self._is_cuda = spec.device == "cuda"
+        self.while_loading: Callable[[], AbstractContextManager[object]] = nullcontext
+        """What batches are made under: a recorder of the training's memory looks away, the text is not part of it."""
 
     def step(self, index: int) -> tuple[float, float]:
         """Train on batch ``index``.
@@ -59,7 +62,8 @@ class Trainer:
         Returns:
             The loss, and the time in seconds of forward, backward, optimizer step and clearing of the gradients.
         """
-        tokens, targets = self._batches.batch(index)
+        with self.while_loading():
+            tokens, targets = self._batches.batch(index)
         self._synchronize()
         started_s = time.perf_counter()
         loss = self.model(tokens, targets)
@@ -185,6 +189,7 @@ def _measure_peak(spec: SegmentSpec, trainer: Trainer, emit: Emit) -> int | None
     import lifetime
 
     with lifetime.Recorder(model=trainer.model, optimizer=trainer.optimizer) as recorder:
+        trainer.while_loading = recorder.pause
         for index in range(spec.steps, spec.steps + spec.measuring_steps):
             loss, step_s = trainer.step(index)
             emit("step", step=index, loss=loss.hex(), step_s=step_s, measuring=True)
