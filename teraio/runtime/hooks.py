@@ -35,7 +35,7 @@ def _outside_compiled_code(function: _Function) -> _Function:
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-DTYPE_NAMES: dict[torch.dtype, str] = {}
+_dtype_names: dict[torch.dtype, str] = {}
 
 
 class _Resident:
@@ -261,9 +261,9 @@ def _storage_nbytes(tensor: torch.Tensor) -> int:
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    name = DTYPE_NAMES.get(dtype)
+    name = _dtype_names.get(dtype)
     if name is None:
-        name = DTYPE_NAMES[dtype] = str(dtype).removeprefix("torch.")
+        name = _dtype_names[dtype] = str(dtype).removeprefix("torch.")
     return name
 
 

@@ -29,8 +29,6 @@ _PER_PARAMETER = (
 )
 """Optimizers of torch whose update of one parameter depends on no other."""
 
-CHUNK_NBYTES = 16 << 20
-
 
 def can_be_chunked(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's step is one that is known to update each parameter on its own."""
@@ -53,9 +51,7 @@ class ChunkWatcher(Protocol):
 class ChunkedStep:
     """Replaces ``optimizer.step`` on one optimizer while active."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, watcher: ChunkWatcher, chunk_nbytes: int = CHUNK_NBYTES
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, watcher: ChunkWatcher, chunk_nbytes: int) -> None:
         self._optimizer = optimizer
         self._watcher: ChunkWatcher | None = watcher
         self._chunk_nbytes = chunk_nbytes

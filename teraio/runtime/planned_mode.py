@@ -8,7 +8,7 @@ what is resident plus what segment ``k`` is known to need fits the budget; if wr
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from io_backend import Priority
 from lifetime import EventKind
@@ -34,10 +34,7 @@ class Learnt:
     """Bytes of model and optimizer when it was recorded."""
     carried: tuple[int, int]
     """Count and bytes of saved storages that were alive when it began."""
-    planned_runs: int = 0
-    mismatches: int = 0
     overshot: bool = False
-    event_times_s: list[float] = field(default_factory=list)
 
 
 class PlannedMode:
