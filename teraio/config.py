@@ -38,6 +38,10 @@ class Config:
     require_gds: bool = False
     """Fail at entry unless bytes go by GPUDirect Storage."""
 
+    recycle_memory: bool = True
+    """Hand the memory of dead tensors to new ones, as far as the budget leaves it free, instead of to the system. It
+    takes a C++ compiler, once; without one training works and is slower."""
+
     strict_plan: bool = False
     """Raise `PlanMismatchError` where a plan does not fit what runs, instead of falling back."""
 
@@ -62,7 +66,7 @@ class Config:
                 raise ConfigError(f"Config.{name} must be a number above 0, got {value!r}")
         if not isinstance(self.pin, tuple) or not all(isinstance(pattern, str) for pattern in self.pin):
             raise ConfigError(f"Config.pin must be a tuple of module names, got {self.pin!r}")
-        for name in ("allow_unsafe_spill", "require_gds", "strict_plan"):
+        for name in ("allow_unsafe_spill", "require_gds", "recycle_memory", "strict_plan"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"Config.{name} must be True or False, got {getattr(self, name)!r}")
 

@@ -35,11 +35,13 @@ from teraio.pins import Pins, pinned_modules
 from teraio.planner.plan import Limits, Plan
 from teraio.report import Report
 from teraio.runtime import process_memory
+from teraio.runtime.buffers import RecycledMemory, SlabPool
 from teraio.runtime.engine import Engine
 from teraio.runtime.events import EventLog
 from teraio.runtime.hooks import SavedTensorHooks
 from teraio.runtime.optimizer_state import OptimizerState
 from teraio.runtime.optimizer_step import ChunkedStep, can_be_chunked
+from teraio.runtime.recycler import RecyclerLease, RecyclerUnavailableError, lease_recycler
 from teraio.runtime.swap import can_exchange
 from teraio.sizes import parse_nbytes
 from teraio.state_size import state_nbytes
@@ -166,6 +168,8 @@ class Session:
         self._closed = False
         self._final: Report | None = None
         self._base_rss_nbytes = 0
+        self._begin_state_nbytes = 0
+        self._recycler: RecyclerLease | None = None
         self._unseen_nbytes = 0
 
     # --- entering and leaving ----------------------------------------------------------------------------------------
@@ -185,6 +189,7 @@ class Session:
             self._start(store)
         except BaseException:
             self._take_hooks_away()
+            self._stop_recycling()
             self._states = []
             self._closed = True
             store.close()
@@ -192,6 +197,8 @@ class Session:
         return self
 
     def _start(self, store: Store) -> None:
+        self._begin_state_nbytes = state_nbytes(self._models, self._optimizers)
+        self._start_recycling()
         if not process_memory.huge_pages_work():
             self._log.add(
                 "large CPU tensors do not lie on huge pages, which makes transfers copy and memory slow: import teraio "
@@ -201,7 +208,12 @@ class Session:
             self._log.add("this C library has no mallopt: freed memory may stay with the process for a while")
         min_nbytes = _KEEP_ALL if self._policy == "keep" else self._config.min_nbytes
         self._engine = Engine(
-            store, self._budget_nbytes, self._log, io_timeout_s=self._config.io_timeout_s, verify=self._verify
+            store,
+            self._budget_nbytes,
+            self._log,
+            io_timeout_s=self._config.io_timeout_s,
+            verify=self._verify,
+            memory=RecycledMemory(self._recycler.library) if self._recycler is not None else SlabPool(),
         )
         self._hooks = SavedTensorHooks(self._engine, min_nbytes=min_nbytes, device=torch.device("cpu"))
         self._chunk_steps()
@@ -218,7 +230,7 @@ class Session:
             states=self._states,
             move_states=self._move_states,
         )
-        self._base_rss_nbytes = process_memory.anon_rss_nbytes() - state_nbytes(self._models, self._optimizers)
+        self._base_rss_nbytes = process_memory.anon_rss_nbytes() - self._idle_nbytes() - self._begin_state_nbytes
         self._pins = Pins(self._hooks, pinned_modules(self._models, self._config.pin))
         self._hooks.install()
         self._iterations.install()
@@ -263,6 +275,7 @@ class Session:
         self._iterations.let_go()
         self._chunked = []
         del self._engine, self._hooks, self._pins
+        self._stop_recycling()
         process_memory.use_default_malloc()
 
     def _take_hooks_away(self) -> None:
@@ -309,7 +322,25 @@ class Session:
 
     def _grown_nbytes(self) -> int:
         """What the process has grown beyond the interpreter and its libraries: an upper estimate of tensor bytes."""
-        return process_memory.anon_rss_nbytes() - self._base_rss_nbytes
+        return process_memory.anon_rss_nbytes() - self._idle_nbytes() - self._base_rss_nbytes
+
+    # --- memory of dead tensors --------------------------------------------------------------------------------------
+
+    def _start_recycling(self) -> None:
+        if not self._config.recycle_memory:
+            return
+        try:
+            self._recycler = lease_recycler(self._budget_nbytes - self._begin_state_nbytes)
+        except RecyclerUnavailableError as error:
+            self._log.add(f"freed memory goes to the system and comes back as page faults, which costs time: {error}")
+
+    def _stop_recycling(self) -> None:
+        if self._recycler is not None:
+            self._recycler.release()
+            self._recycler = None
+
+    def _idle_nbytes(self) -> int:
+        return self._recycler.statistics().idle_nbytes if self._recycler is not None else 0
 
     def _stepped(self) -> None:
         grown = self._grown_nbytes()
@@ -368,6 +399,8 @@ class Session:
         budget_nbytes = resolve_budget_nbytes(budget, state_nbytes(self._models, self._optimizers))
         check_state_fits(self._models, self._optimizers if self._move_states is False else [], budget_nbytes)
         self._budget_nbytes = budget_nbytes
+        if self._recycler is not None:
+            self._recycler.set_room(budget_nbytes - self._begin_state_nbytes)
         self._iterations.set_budget(budget_nbytes)
 
     @contextmanager

@@ -1,20 +1,97 @@
-"""Memory for storages that come back: page-aligned slabs on huge pages, recycled.
+"""Memory for storages that come back: from torch's allocator where that recycles, else slabs of our own.
 
-Covers CPU slabs. It does not decide when memory may be taken (``engine`` does). The rules: a slab belongs to exactly
+Covers CPU memory. It does not decide when memory may be taken (``engine`` does). The rules: a slab belongs to exactly
 one storage or to the free list; it returns when the storage dies, whoever held it last; every slab counts, used or
 idle. Recycling matters because the first touch of fresh memory costs more than the read that fills it.
 """
 
+import ctypes
 import mmap
 import weakref
 from collections import deque
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from lifetime.buffers import announce_buffer, announce_storage_on_buffer
+from teraio.runtime.recycler.library import Library
 
 _PAGE_NBYTES = mmap.PAGESIZE
+
+
+class ReloadMemory(Protocol):
+    """Where the memory for reloads comes from, and the account of it."""
+
+    total_nbytes: int
+    """Bytes that exist, in use or idle."""
+    idle_nbytes: int
+    """Those of them that nothing uses."""
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """A storage of exactly `nbytes` bytes with undefined content."""
+
+    def drain(self) -> None:
+        """Take what has come back into the account."""
+
+    def trim(self, nbytes: int) -> int:
+        """Give at least `nbytes` of idle memory back to the system, or all there is; gives the bytes freed."""
+
+    def idle_fits(self, nbytes: int) -> bool:
+        """Whether a storage of `nbytes` would take idle memory, and so nothing new."""
+
+
+class RecycledMemory:
+    """Storages from the recycler, which torch's own allocations come from too: nothing is idle here.
+
+    Thread safety: as `SlabPool`.
+    """
+
+    idle_nbytes = 0
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._dead: deque[int] = deque()
+        self._leases: dict[int, weakref.ref[np.ndarray]] = {}
+        self.total_nbytes = 0
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """A storage of exactly `nbytes` bytes with undefined content.
+
+        Raises:
+            MemoryError: The system has no more.
+        """
+        self.drain()
+        capacity, library, dead, leases = capacity_nbytes(nbytes), self._library, self._dead, self._leases
+        # Not torch.empty, which is an operation, nor torch.UntypedStorage, which asks torch's original allocator.
+        address = library.allocate(capacity)
+        array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+        key = id(array)
+
+        def give_back(_: object) -> None:
+            leases.pop(key, None)
+            library.free(address)
+            dead.append(capacity)
+
+        leases[key] = weakref.ref(array, give_back)
+        self.total_nbytes += capacity
+        announce_buffer(array, capacity)
+        storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
+        announce_storage_on_buffer(storage)
+        return storage
+
+    def drain(self) -> None:
+        """Take storages that have died out of the account."""
+        while self._dead:
+            self.total_nbytes -= self._dead.popleft()
+
+    def trim(self, nbytes: int) -> int:
+        """Nothing is idle here; the recycler gives way by itself."""
+        return 0
+
+    def idle_fits(self, nbytes: int) -> bool:
+        """Never: what is idle in the recycler was given back already, and counts anew."""
+        return False
 
 
 class SlabPool:

@@ -22,7 +22,7 @@ import torch
 
 from io_backend import BackendError, CorruptExtentError, Priority, Store, Ticket
 from teraio.errors import OffloadError, OffloadTimeout
-from teraio.runtime.buffers import SlabPool, capacity_nbytes
+from teraio.runtime.buffers import ReloadMemory, SlabPool, capacity_nbytes
 from teraio.runtime.events import EventLog
 from teraio.runtime.residency import Record, Remains, State, StateRecord
 
@@ -39,12 +39,21 @@ class Engine:
     tensors do, so that a record dies, and its queued write is cancelled, when the last of them goes.
     """
 
-    def __init__(self, store: Store, budget_nbytes: int, log: EventLog, *, io_timeout_s: float, verify: bool) -> None:
+    def __init__(
+        self,
+        store: Store,
+        budget_nbytes: int,
+        log: EventLog,
+        *,
+        io_timeout_s: float,
+        verify: bool,
+        memory: ReloadMemory | None = None,
+    ) -> None:
         self.store = store
         self.budget_nbytes = budget_nbytes
         self.log = log
         self.lock = threading.RLock()
-        self.pool = SlabPool()
+        self.pool: ReloadMemory = SlabPool() if memory is None else memory
         self.remains: deque[Remains] = deque()
         self._offloading: deque[tuple[weakref.ref[Record], Ticket]] = deque()
         self.absent_nbytes = 0
