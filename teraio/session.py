@@ -46,6 +46,10 @@ from teraio.runtime.swap import can_exchange
 from teraio.sizes import parse_nbytes
 from teraio.state_size import state_nbytes
 
+_SPARE_NBYTES = 32 << 20
+"""Idle memory that the recycler may hold beyond the budget. Its blocks lie on whole pages, so that transfers need no
+staging; what staging would take serves here, and where the budget is full it saves half of all page faults."""
+
 _KEEP_ALL = 1 << 62
 """Least size that may leave under the policy ``keep``: nothing is that large."""
 
@@ -330,9 +334,12 @@ class Session:
         if not self._config.recycle_memory:
             return
         try:
-            self._recycler = lease_recycler(self._budget_nbytes - self._begin_state_nbytes)
+            self._recycler = lease_recycler(self._recycler_room_nbytes())
         except RecyclerUnavailableError as error:
             self._log.add(f"freed memory goes to the system and comes back as page faults, which costs time: {error}")
+
+    def _recycler_room_nbytes(self) -> int:
+        return self._budget_nbytes - self._begin_state_nbytes + _SPARE_NBYTES
 
     def _stop_recycling(self) -> None:
         if self._recycler is not None:
@@ -400,7 +407,7 @@ class Session:
         check_state_fits(self._models, self._optimizers if self._move_states is False else [], budget_nbytes)
         self._budget_nbytes = budget_nbytes
         if self._recycler is not None:
-            self._recycler.set_room(budget_nbytes - self._begin_state_nbytes)
+            self._recycler.set_room(self._recycler_room_nbytes())
         self._iterations.set_budget(budget_nbytes)
 
     @contextmanager

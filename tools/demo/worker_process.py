@@ -24,8 +24,8 @@ from ..errors import CommandError, UsageError
 from .process_facts import AnonymousMemory
 from .spec import SegmentSpec
 
-SAMPLING_INTERVAL_S = 0.005
-"""A step's memory peak lasts tens of milliseconds; a reading takes some twenty microseconds."""
+SAMPLING_INTERVAL_S = 0.02
+"""The level of a step's peak lasts longer and comes back every step; a reading takes time from the training's cores."""
 
 SILENCE_LIMIT_S = 900.0
 """A worker that reports nothing for so long hangs."""

@@ -1,16 +1,19 @@
 // A CPU allocator for torch that hands the memory of dead tensors to new ones, and holds no more than it may.
 //
 // Covers blocks of kLeast bytes and over; smaller ones go to the allocator that was there before. The rules: live and
-// idle blocks together stay within the limit, or nothing is idle; a block is used again only for the same number of
-// pages; memory taken before installation, or by others, is never touched.
+// idle blocks together stay within the limit, or nothing is idle; a block is used again as it is for the same number of
+// pages, and where the limit leaves no room for another size, its huge pages are moved into the new block's addresses;
+// memory taken before installation, or by others, is never touched.
 //
 // Why: a freed block that leaves the process costs a page fault for every page when the next tensor is made, and a C
-// library that keeps it keeps more than any budget. The limit is what makes recycling fit a budget.
+// library that keeps it keeps more than any budget. The limit is what makes recycling fit a budget. Moving a huge page
+// costs the kernel one entry of a page table; a fresh one has to be cleared.
 
 #include <c10/core/CPUAllocator.h>
 #include <pthread.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <list>
@@ -25,12 +28,26 @@ namespace {
 constexpr std::size_t kLeast = 64 << 10;
 
 struct Block {
+  Block(char* start, std::size_t nbytes) : start(start), nbytes(nbytes) {
+    order_node.push_back(this);
+    size_node.push_back(this);
+    order = order_node.begin();
+    size = size_node.begin();
+  }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
   char* start;
   std::size_t nbytes;  // whole pages
+  // Lengths of the parts that were mapped or moved here at once, from the start on; the kernel moves no more at a time.
+  // All but the last are whole huge pages where a block has several.
+  std::vector<std::size_t> parts;
   // List nodes are made with the block and only spliced later: giving memory back never needs memory.
   std::list<Block*> order_node, size_node;
   std::list<Block*>::iterator order, size;
 };
+
+using Blocks = std::vector<std::unique_ptr<Block>>;
 
 class Recycler final : public c10::Allocator {
  public:
@@ -57,7 +74,7 @@ class Recycler final : public c10::Allocator {
   }
 
   void set_limit(std::size_t nbytes) {
-    std::vector<std::unique_ptr<Block>> leaving;
+    Blocks leaving;
     {
       const std::lock_guard<std::mutex> guard(mutex_);
       limit_nbytes_ = nbytes;
@@ -91,39 +108,108 @@ class Recycler final : public c10::Allocator {
   }
 
   char* take_fresh(std::size_t size) {
-    std::vector<std::unique_ptr<Block>> leaving;
+    Blocks leaving;
     {
       const std::lock_guard<std::mutex> guard(mutex_);
       live_nbytes_ += size;  // counted first: what comes back meanwhile leaves room for it
       evict_above(limit_nbytes_, leaving);
     }
-    unmap(leaving);
     char* start = map(size);
     if (start == nullptr) {
+      unmap(leaving);
+      leaving.clear();
       drop_idle();
       start = map(size);
     }
-    const std::lock_guard<std::mutex> guard(mutex_);
     if (start == nullptr) {
+      const std::lock_guard<std::mutex> guard(mutex_);
       live_nbytes_ -= size;
       return nullptr;
     }
-    auto block = std::make_unique<Block>();
-    block->start = start;
-    block->nbytes = size;
-    block->order_node.push_back(block.get());
-    block->size_node.push_back(block.get());
-    block->order = block->order_node.begin();
-    block->size = block->size_node.begin();
+    auto block = std::make_unique<Block>(start, size);
+    const std::size_t moved = move_pages(*block, leaving);
+    keep_rests(leaving);
+    const std::lock_guard<std::mutex> guard(mutex_);
     idle_by_size_.try_emplace(size);
     blocks_.emplace(start, std::move(block));
-    fresh_nbytes_ += size;
+    fresh_nbytes_ += size - moved;
+    recycled_nbytes_ += moved;
     return start;
+  }
+
+  // Moves huge pages of `donors` under the addresses of a new block; gives their bytes. The donors keep the rest.
+  std::size_t move_pages(Block& block, const Blocks& donors) const {
+    std::size_t done = 0;
+    std::size_t wanted = huge_nbytes_ == 0 ? 0 : block.nbytes / huge_nbytes_ * huge_nbytes_;
+    for (const auto& donor : donors) {
+      std::size_t given = 0;
+      std::vector<std::size_t> rest;
+      for (const std::size_t part : donor->parts) {
+        std::size_t take = wanted == 0 ? 0 : std::min(part / huge_nbytes_ * huge_nbytes_, wanted - done);
+        if (take != 0 && !move(donor->start + given, block.start + done, take)) {
+          wanted = done;
+          take = 0;
+        }
+        if (take != 0) block.parts.push_back(take);
+        done += take;
+        if (rest.empty()) given += take;
+        if (take != part) rest.push_back(part - take);
+      }
+      donor->start += given;
+      donor->nbytes -= given;
+      donor->parts = std::move(rest);
+    }
+    if (block.nbytes != done) block.parts.push_back(block.nbytes - done);
+    return done;
+  }
+
+  static bool move(char* from, char* to, std::size_t nbytes) {
+    if (mremap(from, nbytes, nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, to) != MAP_FAILED) return true;
+    // The kernel may have cleared the target before it failed; where it has not, this does nothing.
+    mmap(to, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+    return false;
+  }
+
+  // What blocks that had to leave have not given away stays idle as far as the limit allows, in whole huge pages.
+  void keep_rests(Blocks& leaving) {
+    for (auto& block : leaving) {
+      if (block->nbytes == 0) continue;
+      std::size_t kept = 0;
+      {
+        const std::lock_guard<std::mutex> guard(mutex_);
+        const std::size_t held = live_nbytes_ + idle_nbytes_;
+        const std::size_t room = limit_nbytes_ > held ? limit_nbytes_ - held : 0;
+        if (huge_nbytes_ != 0) kept = std::min(block->nbytes, room) / huge_nbytes_ * huge_nbytes_;
+        idle_nbytes_ += kept;  // spoken for
+      }
+      if (kept != block->nbytes) munmap(block->start + kept, block->nbytes - kept);
+      if (kept == 0) continue;
+      block->nbytes = kept;
+      shorten(block->parts, kept);
+      const std::lock_guard<std::mutex> guard(mutex_);
+      auto& same = idle_by_size_.try_emplace(kept).first->second;
+      order_.splice(order_.begin(), block->order_node, block->order);
+      same.splice(same.begin(), block->size_node, block->size);
+      char* start = block->start;
+      blocks_.emplace(start, std::move(block));
+    }
+  }
+
+  static void shorten(std::vector<std::size_t>& parts, std::size_t nbytes) {
+    std::size_t sum = 0;
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      if (sum + parts[i] >= nbytes) {
+        parts[i] = nbytes - sum;
+        parts.resize(i + 1);
+        return;
+      }
+      sum += parts[i];
+    }
   }
 
   // The system has no memory left: all that is idle goes, then it is asked once more.
   void drop_idle() {
-    std::vector<std::unique_ptr<Block>> leaving;
+    Blocks leaving;
     {
       const std::lock_guard<std::mutex> guard(mutex_);
       evict_above(0, leaving);
@@ -137,7 +223,7 @@ class Recycler final : public c10::Allocator {
       return;
     }
     c10::profiledCPUMemoryReporter().Delete(memory);
-    std::vector<std::unique_ptr<Block>> leaving;
+    Blocks leaving;
     {
       const std::lock_guard<std::mutex> guard(mutex_);
       Block* block = blocks_.find(memory)->second.get();
@@ -164,8 +250,8 @@ class Recycler final : public c10::Allocator {
   }
 
   // Takes idle blocks, those that have been idle for longest first, until all blocks fit below `limit`.
-  void evict_above(std::size_t limit, std::vector<std::unique_ptr<Block>>& leaving) {
-    while (idle_nbytes_ > 0 && live_nbytes_ + idle_nbytes_ > limit) {
+  void evict_above(std::size_t limit, Blocks& leaving) {
+    while (!order_.empty() && live_nbytes_ + idle_nbytes_ > limit) {
       Block* block = order_.front();
       leave_idle(block);
       const auto found = blocks_.find(block->start);
@@ -174,7 +260,7 @@ class Recycler final : public c10::Allocator {
     }
   }
 
-  static void unmap(const std::vector<std::unique_ptr<Block>>& leaving) {
+  static void unmap(const Blocks& leaving) {
     for (const auto& block : leaving) munmap(block->start, block->nbytes);
   }
 
