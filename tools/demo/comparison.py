@@ -37,8 +37,8 @@ def measuring_spec(spec: SegmentSpec) -> SegmentSpec:
 
 
 def timed_specs(spec: SegmentSpec) -> list[SegmentSpec]:
-    """The timed segments, in order."""
-    return [replace(spec, mode=mode, measuring_steps=MEASURING_STEPS) for mode in ORDER]
+    """The timed segments, in order; the plain peak is known by then."""
+    return [replace(spec, mode=mode, measuring_steps=MEASURING_STEPS if mode == "teraio" else 0) for mode in ORDER]
 
 
 def num_steps(spec: SegmentSpec) -> int:
@@ -98,7 +98,8 @@ def summarise(measured: SegmentRecord, records: Sequence[SegmentRecord], *, budg
     """
     plain_records = [record for record in records if record.spec.mode == "plain"]
     teraio_records = [record for record in records if record.spec.mode == "teraio"]
-    plain, teraio = _summarise_mode(plain_records), _summarise_mode(teraio_records)
+    plain = _summarise_mode(plain_records, peaks_of=[measured])
+    teraio = _summarise_mode(teraio_records, peaks_of=teraio_records)
     reports = [record.report or {} for record in teraio_records]
     num_offload_steps = sum(record.spec.steps for record in teraio_records)
     plain_medians_s = [statistics.median(counted_times_s(record)) for record in plain_records]
@@ -137,11 +138,11 @@ def summarise(measured: SegmentRecord, records: Sequence[SegmentRecord], *, budg
     )
 
 
-def _summarise_mode(records: Sequence[SegmentRecord]) -> ModeResult:
+def _summarise_mode(records: Sequence[SegmentRecord], *, peaks_of: Sequence[SegmentRecord]) -> ModeResult:
     """What one mode's segments add up to: median over all counted steps, worst peaks."""
     return ModeResult(
         step_s=statistics.median(time_s for record in records for time_s in counted_times_s(record)),
-        peak_nbytes=max(_known(record.peak_nbytes) for record in records),
+        peak_nbytes=max(_known(record.peak_nbytes) for record in peaks_of),
         rss_baseline_nbytes=min(record.rss_baseline_nbytes for record in records),
         rss_peak_nbytes=max(record.rss_peak_nbytes for record in records),
         step_times_s=[record.step_times_s for record in records],

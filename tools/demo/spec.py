@@ -40,13 +40,13 @@ class SegmentSpec:
     """Timed steps."""
     measuring_steps: int = 0
     """Further steps, untimed, under ``lifetime.Recorder``."""
-    layers: int = 8
+    layers: int = 4
     """Transformer blocks."""
-    width: int = 512
+    width: int = 768
     """Width of the residual stream."""
-    batch: int = 2
+    batch: int = 3
     """Sequences per step."""
-    sequence: int = 512
+    sequence: int = 448
     """Tokens per sequence."""
     seed: int = 0
     """Of the weights, the dropout and the batches."""

@@ -76,7 +76,8 @@ def test_the_measuring_segment_comes_first_and_then_the_modes_in_turn() -> None:
     assert measuring.exact_malloc
     assert measuring.mode == "plain"
     assert tuple(spec.mode for spec in timed) == ORDER == ("plain", "teraio", "plain", "teraio")
-    assert {replace(spec, mode="plain") for spec in timed} == {timed[0]}
+    assert {replace(spec, mode="plain", measuring_steps=0) for spec in timed} == {timed[0]}
+    assert [spec.measuring_steps > 0 for spec in runner.specs] == [True, False, True, False, True]
     assert not any(spec.exact_malloc for spec in timed)
     assert sum(spec.steps + spec.measuring_steps for spec in runner.specs) == num_steps(SPEC)
 
