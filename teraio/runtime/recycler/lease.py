@@ -4,32 +4,39 @@ Covers the limit. The rule: idle memory never takes more than the budgets leave 
 lived outside any session, plus the budgets, and not more.
 """
 
+import itertools
 import threading
+import weakref
 
 from teraio.runtime.recycler.library import Library, RecyclerStatistics, load_library
 
-_lock = threading.Lock()
-_leases: "list[RecyclerLease]" = []
+_lock = threading.RLock()  # a lease may be collected inside a guarded region of the same thread
+_rooms_nbytes: dict[int, int] = {}
+"""Of the leases that exist; it holds none of them, so that an abandoned session gives its own back."""
+_serial = itertools.count()
 _base_nbytes = 0
 """Live in the recycler when the first of the present sessions began."""
 
 
 class RecyclerLease:
-    """The use of the recycler by one session, until `release`.
+    """The use of the recycler by one session, until `release`, or until nobody holds it any more.
 
     Thread safety: any thread.
     """
 
     def __init__(self, library: Library, room_nbytes: int) -> None:
         self._library = library
-        self._room_nbytes = room_nbytes
+        self._key = next(_serial)
+        _rooms_nbytes[self._key] = room_nbytes
+        self._finalizer = weakref.finalize(self, _release, library, self._key)
+        self._finalizer.atexit = False  # tensors still live then
 
     def set_room(self, nbytes: int) -> None:
         """Bytes by which this session's tensors may grow beyond what it held when it began."""
         with _lock:
-            self._room_nbytes = nbytes
-            if self in _leases:
-                self._apply()
+            if self._key in _rooms_nbytes:
+                _rooms_nbytes[self._key] = nbytes
+                _apply(self._library)
 
     @property
     def library(self) -> Library:
@@ -42,17 +49,20 @@ class RecyclerLease:
 
     def release(self) -> None:
         """The last session to leave gives the idle memory away and torch its former allocator. Idempotent."""
-        with _lock:
-            if self not in _leases:
-                return
-            _leases.remove(self)
-            if _leases:
-                self._apply()
-            else:
-                self._library.uninstall()
+        self._finalizer()
 
-    def _apply(self) -> None:
-        self._library.set_limit(_base_nbytes + sum(max(0, lease._room_nbytes) for lease in _leases))
+
+def _release(library: Library, key: int) -> None:
+    with _lock:
+        del _rooms_nbytes[key]
+        if _rooms_nbytes:
+            _apply(library)
+        else:
+            library.uninstall()
+
+
+def _apply(library: Library) -> None:
+    library.set_limit(_base_nbytes + sum(max(0, room_nbytes) for room_nbytes in _rooms_nbytes.values()))
 
 
 def lease_recycler(room_nbytes: int) -> RecyclerLease:
@@ -63,11 +73,10 @@ def lease_recycler(room_nbytes: int) -> RecyclerLease:
     """
     global _base_nbytes
     library = load_library()
-    lease = RecyclerLease(library, room_nbytes)
     with _lock:
-        if not _leases:
+        if not _rooms_nbytes:
             _base_nbytes = library.statistics().live_nbytes
             library.install()
-        _leases.append(lease)
-        lease._apply()
+        lease = RecyclerLease(library, room_nbytes)
+        _apply(library)
     return lease
