@@ -18,6 +18,7 @@ from teraio.planner.policies import POLICIES
 from teraio.runtime.swap import can_exchange
 from teraio.sizes import format_nbytes, parse_nbytes
 from teraio.state_size import state_nbytes
+from teraio.user_cache import user_cache_directory
 
 _KINDS = {"activation", "parameter", "gradient", "optimizer"}
 
@@ -29,8 +30,7 @@ def default_spill_directory() -> Path:
     given = os.environ.get("TERAIO_SPILL")
     if given:
         return Path(given)
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "teraio"
+    return user_cache_directory() / "teraio"
 
 
 def spill_directories(spill: str | Path | Sequence[str | Path] | None) -> list[Path]:

@@ -39,8 +39,8 @@ class Config:
     """Fail at entry unless bytes go by GPUDirect Storage."""
 
     recycle_memory: bool = True
-    """Hand the memory of dead tensors to new ones, as far as the budget leaves it free, instead of to the system. It
-    takes a C++ compiler, once; without one training works and is slower."""
+    """Hand the memory of dead tensors to new ones, as far as the budget leaves it free and 32 MiB beyond, instead of to
+    the system. It takes a C++ compiler, once; without one training works and is slower."""
 
     strict_plan: bool = False
     """Raise `PlanMismatchError` where a plan does not fit what runs, instead of falling back."""

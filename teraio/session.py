@@ -328,6 +328,25 @@ class Session:
         """What the process has grown beyond the interpreter and its libraries: an upper estimate of tensor bytes."""
         return process_memory.anon_rss_nbytes() - self._idle_nbytes() - self._base_rss_nbytes
 
+    def _stepped(self) -> None:
+        grown = self._grown_nbytes()
+        state = state_nbytes(self._models, self._optimizers)
+        self._unseen_nbytes = max(self._unseen_nbytes, grown - state - self._engine.pool.total_nbytes)
+        if self._trace_to is not None and self._iterations.completed >= 2 and self.trace is not None:
+            self.trace.save(self._trace_to)
+            self._trace_to = None
+        self._check_wear()
+        for callback in self._callbacks:
+            callback(self._iterations.steps[-1])
+
+    def _check_wear(self) -> None:
+        limit = self._config.max_write_tb_per_day
+        step = self._iterations.steps[-1]
+        if limit is not None and step.planned and step.step_s > 0:
+            tb_per_day = step.written_nbytes / step.step_s * 86400 / 1e12
+            if tb_per_day > limit:
+                self._log.add(f"writes go above max_write_tb_per_day = {limit:g}: raise the budget to write less")
+
     # --- memory of dead tensors --------------------------------------------------------------------------------------
 
     def _start_recycling(self) -> None:
@@ -348,25 +367,6 @@ class Session:
 
     def _idle_nbytes(self) -> int:
         return self._recycler.statistics().idle_nbytes if self._recycler is not None else 0
-
-    def _stepped(self) -> None:
-        grown = self._grown_nbytes()
-        state = state_nbytes(self._models, self._optimizers)
-        self._unseen_nbytes = max(self._unseen_nbytes, grown - state - self._engine.pool.total_nbytes)
-        if self._trace_to is not None and self._iterations.completed >= 2 and self.trace is not None:
-            self.trace.save(self._trace_to)
-            self._trace_to = None
-        self._check_wear()
-        for callback in self._callbacks:
-            callback(self._iterations.steps[-1])
-
-    def _check_wear(self) -> None:
-        limit = self._config.max_write_tb_per_day
-        step = self._iterations.steps[-1]
-        if limit is not None and step.planned and step.step_s > 0:
-            tb_per_day = step.written_nbytes / step.step_s * 86400 / 1e12
-            if tb_per_day > limit:
-                self._log.add(f"writes go above max_write_tb_per_day = {limit:g}: raise the budget to write less")
 
     # --- while running -----------------------------------------------------------------------------------------------
 

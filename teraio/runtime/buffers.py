@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +19,9 @@ from lifetime.buffers import announce_buffer, announce_storage_on_buffer
 from teraio.runtime.recycler.library import Library
 
 _PAGE_NBYTES = mmap.PAGESIZE
+
+_Lent = dict[int, weakref.ref[np.ndarray]]
+"""The arrays whose memory is lent to storages, by identity; it holds none of them."""
 
 
 class ReloadMemory(Protocol):
@@ -52,7 +56,7 @@ class RecycledMemory:
     def __init__(self, library: Library) -> None:
         self._library = library
         self._dead: deque[int] = deque()
-        self._leases: dict[int, weakref.ref[np.ndarray]] = {}
+        self._lent: _Lent = {}
         self.total_nbytes = 0
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
@@ -62,23 +66,18 @@ class RecycledMemory:
             MemoryError: The system has no more.
         """
         self.drain()
-        capacity, library, dead, leases = capacity_nbytes(nbytes), self._library, self._dead, self._leases
+        capacity, library, dead = capacity_nbytes(nbytes), self._library, self._dead
         # Not torch.empty, which is an operation, nor torch.UntypedStorage, which asks torch's original allocator.
         address = library.allocate(capacity)
         array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-        key = id(array)
 
-        def give_back(_: object) -> None:
-            leases.pop(key, None)
+        def give_back() -> None:
             library.free(address)
             dead.append(capacity)
 
-        leases[key] = weakref.ref(array, give_back)
         self.total_nbytes += capacity
         announce_buffer(array, capacity)
-        storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
-        announce_storage_on_buffer(storage)
-        return storage
+        return _lend(array, self._lent, give_back)
 
     def drain(self) -> None:
         """Take storages that have died out of the account."""
@@ -105,7 +104,7 @@ class SlabPool:
     def __init__(self) -> None:
         self._idle: dict[int, list[mmap.mmap]] = {}
         self._returned: deque[mmap.mmap] = deque()
-        self._leases: dict[int, weakref.ref[np.ndarray]] = {}
+        self._lent: _Lent = {}
         self.total_nbytes = 0
         self.idle_nbytes = 0
 
@@ -114,17 +113,8 @@ class SlabPool:
         self.drain()
         slab = self._take(capacity_nbytes(nbytes)) or self._create(capacity_nbytes(nbytes))
         array = np.frombuffer(slab, dtype=np.uint8, count=nbytes)
-        key, leases, returned = id(array), self._leases, self._returned
-
-        def give_back(_: object) -> None:
-            leases.pop(key, None)
-            returned.append(slab)
-
-        leases[key] = weakref.ref(array, give_back)
-        # frombuffer, not from_numpy: it is no operation, so that no recorder sees the storage before it is announced
-        storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
-        announce_storage_on_buffer(storage)
-        return storage
+        returned = self._returned
+        return _lend(array, self._lent, lambda: returned.append(slab))
 
     def drain(self) -> None:
         """Move slabs that have come back to the free list."""
@@ -164,6 +154,21 @@ class SlabPool:
         self.total_nbytes += capacity
         announce_buffer(slab, capacity)
         return slab
+
+
+def _lend(array: np.ndarray, lent: _Lent, give_back: Callable[[], None]) -> torch.UntypedStorage:
+    """A storage on the memory of `array`; `give_back` is called once nothing uses it any more, on any thread."""
+    key = id(array)
+
+    def died(_: object) -> None:
+        lent.pop(key, None)
+        give_back()
+
+    lent[key] = weakref.ref(array, died)
+    # frombuffer, not from_numpy: it is no operation, so that no recorder sees the storage before it is announced
+    storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
+    announce_storage_on_buffer(storage)
+    return storage
 
 
 def capacity_nbytes(nbytes: int) -> int:

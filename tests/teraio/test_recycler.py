@@ -75,7 +75,7 @@ def test_the_last_one_freed_comes_first(lease: RecyclerLease) -> None:
     addresses = [t.data_ptr() for t in tensors]
     while tensors:
         tensors.pop(0)
-    assert [tensor(MIB).data_ptr() for _ in range(1)] == addresses[-1:]
+    assert tensor(MIB).data_ptr() == addresses[-1]
 
 
 def test_another_size_is_not_served(lease: RecyclerLease) -> None:
@@ -441,4 +441,7 @@ def test_a_session_that_cannot_start_leaves_torchs_allocator(monkeypatch: pytest
 def test_config_says_what_is_wrong() -> None:
     with pytest.raises(teraio.ConfigError, match="recycle_memory"):
         teraio.Config(recycle_memory=1)  # type: ignore[arg-type]
+
+
+def test_importing_teraio_asks_torch_for_huge_pages() -> None:
     assert os.environ.get("THP_MEM_ALLOC_ENABLE")

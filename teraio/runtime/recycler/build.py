@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from teraio.user_cache import user_cache_directory
+
 SOURCE = Path(__file__).with_name("recycler.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++20", "-O2", "-shared", "-fPIC")
@@ -51,8 +53,7 @@ def library_path(cache: Path | None = None) -> Path:
 
 def default_cache() -> Path:
     """``teraio-native`` in the user's cache directory."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "teraio-native"
+    return user_cache_directory() / "teraio-native"
 
 
 def _find_compiler() -> list[str]:

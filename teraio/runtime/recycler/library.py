@@ -1,4 +1,4 @@
-"""The compiled recycler's four functions.
+"""The compiled recycler, as Python calls it.
 
 Covers loading and calling. One library per process, loaded at first use and never unloaded: tensors that it made
 outlast every session.
@@ -7,7 +7,7 @@ outlast every session.
 import ctypes
 import mmap
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from teraio.runtime.recycler.build import RecyclerUnavailableError, library_path
 
@@ -37,19 +37,12 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
-        self._install = library.teraio_recycler_install
-        self._uninstall = library.teraio_recycler_uninstall
-        self._set_limit = library.teraio_recycler_set_limit
-        self._statistics = library.teraio_recycler_statistics
-        self._install.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
-        self._set_limit.argtypes = [ctypes.c_size_t]
-        self._statistics.argtypes = [ctypes.POINTER(ctypes.c_uint64)]
-        self._allocate = library.teraio_recycler_allocate
-        self._allocate.argtypes, self._allocate.restype = [ctypes.c_size_t], ctypes.c_void_p
-        self._free = library.teraio_recycler_free
-        self._free.argtypes, self._free.restype = [ctypes.c_void_p], None
-        for function in (self._install, self._uninstall, self._set_limit, self._statistics):
-            function.restype = None
+        self._install = _function(library, "install", None, ctypes.c_size_t, ctypes.c_size_t)
+        self._uninstall = _function(library, "uninstall", None)
+        self._set_limit = _function(library, "set_limit", None, ctypes.c_size_t)
+        self._allocate = _function(library, "allocate", ctypes.c_void_p, ctypes.c_size_t)
+        self._free = _function(library, "free", None, ctypes.c_void_p)
+        self._statistics = _function(library, "statistics", None, ctypes.POINTER(ctypes.c_uint64))
 
     def install(self) -> None:
         """Make it torch's allocator of CPU tensors; its limit is 0 until set."""
@@ -113,6 +106,13 @@ def _load() -> Library:
         return Library(path)
     except (OSError, AttributeError) as error:
         raise RecyclerUnavailableError(f"what the compiler made cannot be loaded ({error})") from error
+
+
+def _function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Any:
+    """One function of the library, with its types set."""
+    function = getattr(library, f"teraio_recycler_{name}")
+    function.restype, function.argtypes = result, arguments
+    return function
 
 
 def _huge_page_nbytes() -> int:

@@ -145,14 +145,15 @@ class Recycler final : public c10::Allocator {
       std::size_t given = 0;
       std::vector<std::size_t> rest;
       for (const std::size_t part : donor->parts) {
-        std::size_t take = wanted == 0 ? 0 : std::min(part / huge_nbytes_ * huge_nbytes_, wanted - done);
+        const bool more = done < wanted && rest.empty();  // a donor gives from its start on, without a gap
+        std::size_t take = more ? std::min(part / huge_nbytes_ * huge_nbytes_, wanted - done) : 0;
         if (take != 0 && !move(donor->start + given, block.start + done, take)) {
           wanted = done;
           take = 0;
         }
         if (take != 0) block.parts.push_back(take);
         done += take;
-        if (rest.empty()) given += take;
+        given += take;
         if (take != part) rest.push_back(part - take);
       }
       donor->start += given;
