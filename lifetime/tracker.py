@@ -138,6 +138,18 @@ class StorageTracker:
                 if self._num_memories[index] == 0:
                     self._bury(index)
 
+    def end(self, index: int, cdata: int) -> None:
+        """End the detention and the life of `index`, although something keeps its last memory, at `cdata`, for a while.
+
+        Should the program use that memory after all, it becomes known anew, as a storage that existed before.
+        """
+        with self._lock:
+            self._detained.discard(index)
+            if self._index_by_cdata.get(cdata) == index:
+                self._forget(cdata, index)
+            elif self._num_memories[index] == 0:
+                self._bury(index)
+
     def counted_elsewhere(self, storage: torch.UntypedStorage) -> None:
         """The bytes of `storage` are counted on a buffer from now on: it goes on living with 0 bytes."""
         with self._lock:

@@ -58,7 +58,7 @@ class AdmissionMode:
         """End recording."""
         remove(self.recorder.mode)
         self._engine.tidy()
-        self._engine.on_death = lambda remains: None
+        self._engine.on_death = lambda remains, lingers: None
         self.recorder.before_op = self.recorder.after_op = None
         self.recorder.stop(pop_mode=False)
 
@@ -160,8 +160,12 @@ class AdmissionMode:
             if ahead >= _READ_AHEAD_NBYTES:
                 return
 
-    def _died(self, remains: Remains) -> None:
-        if remains.tracked >= 0:
+    def _died(self, remains: Remains, lingers: bool) -> None:
+        if remains.tracked < 0:
+            return
+        if lingers:  # a running write must not stretch the life that is learnt, nor be counted twice
+            self.recorder.tracker.end(remains.tracked, remains.cdata)
+        else:
             self.recorder.tracker.let_go(remains.tracked)
 
     # --- room --------------------------------------------------------------------------------------------------------

@@ -60,8 +60,9 @@ class Engine:
         self.peak_nbytes = 0
         self.stall_s = 0.0
         self.last_failure = ""
-        self.on_death: Callable[[Remains], None] = lambda remains: None
-        """Told of each dead record, while the books are tidied."""
+        self.on_death: Callable[[Remains, bool], None] = lambda remains, lingers: None
+        """Told of each dead record while the books are tidied, and whether its memory lingers: whether the program is
+        done with the storage although a running write still keeps its memory, which the engine then accounts for."""
         self._io_timeout_s = io_timeout_s
         self._verify = verify
         self._by_cdata: dict[int, weakref.ref[Record]] = {}
@@ -127,12 +128,14 @@ class Engine:
         if remains.absent:
             self.absent_nbytes -= remains.nbytes
         ticket = remains.ticket
-        if ticket is not None and not ticket.done() and not ticket.cancel() and remains.state is State.OFFLOADING:
+        lingers = False
+        if ticket is not None and not ticket.done() and not ticket.cancel() and _only_a_write_holds(remains):
+            lingers = True
             self._lingering.append((ticket, remains.nbytes))
             self._lingering_nbytes += remains.nbytes
         if remains.extent is not None:
             self.store.free(remains.extent)
-        self.on_death(remains)
+        self.on_death(remains, lingers)
 
     # --- offload -----------------------------------------------------------------------------------------------------
 
@@ -311,6 +314,12 @@ class Engine:
         self._wait_for_end(self._lingering[0][0], "a saved storage that has died")
         self.tidy()
         return True
+
+
+def _only_a_write_holds(remains: Remains) -> bool:
+    """Whether the memory of a dead record lives on for no other reason than a running write."""
+    storage = remains.memory() if remains.memory is not None else None
+    return storage is not None and (_use_count is None or _use_count(storage._cdata) <= 1)
 
 
 def _checksum(storage: torch.UntypedStorage) -> int:

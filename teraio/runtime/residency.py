@@ -71,7 +71,8 @@ class Remains(NamedTuple):
     tracked: int
     cdata: int
     serial: int
-    state: State
+    memory: weakref.ref[torch.UntypedStorage] | None
+    """Of a storage that was being written, else None: the write alone may keep it now."""
 
 
 class _Slot:
@@ -182,10 +183,10 @@ class Record:
         self.cdata = memory._cdata
 
     def __del__(self) -> None:
+        storage, written = self.storage, self.state is State.OFFLOADING
+        memory = weakref.ref(storage) if storage is not None and written else None
         self.engine.remains.append(
-            Remains(
-                self.extent, self.ticket, self.nbytes, self.absent, self.tracked, self.cdata, self.serial, self.state
-            )
+            Remains(self.extent, self.ticket, self.nbytes, self.absent, self.tracked, self.cdata, self.serial, memory)
         )
 
 

@@ -73,6 +73,31 @@ def test_storage_let_go_before_its_memory_dies_dies_with_it(tracker: StorageTrac
     assert tracker.live_nbytes == 0
 
 
+def test_ended_storage_dies_although_its_memory_is_kept(tracker: StorageTracker) -> None:
+    a = torch.ones(4)
+    index, storage = add(tracker, a), a.untyped_storage()
+    tracker.detain(index)
+    tracker.num_ops = 3
+    tracker.end(index, storage._cdata)
+    assert (tracker.live_nbytes, tracker.death_op[index]) == (0, 3)
+    again = add(tracker, a, birth_op=-1)  # the program uses it after all
+    assert again != index
+    assert tracker.live_nbytes == 16
+    tracker.num_ops = 5
+    del a, storage
+    assert (tracker.live_nbytes, tracker.death_op[index], tracker.death_op[again]) == (0, 3, 5)
+
+
+def test_storage_ended_when_its_memory_is_gone_already(tracker: StorageTracker) -> None:
+    a = torch.ones(4)
+    index, cdata = add(tracker, a), a.untyped_storage()._cdata
+    tracker.detain(index)
+    del a
+    assert tracker.live_nbytes == 16
+    tracker.end(index, cdata)
+    assert tracker.live_nbytes == 0
+
+
 def test_two_memories_at_once(tracker: StorageTracker) -> None:
     """Read back while somebody still holds the first memory: the death of either one is not that of the storage."""
     a, b = torch.ones(4), torch.ones(4)

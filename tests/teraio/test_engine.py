@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 
@@ -213,6 +214,31 @@ def test_a_write_that_does_not_end(store: FaultStore) -> None:
     gate.set()
     _finish(engine)
     assert record.state is State.OFFLOADED
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_record_that_dies_while_it_is_written(engine: Engine, store: FaultStore, held: bool) -> None:
+    deaths: list[bool] = []
+    engine.on_death = lambda remains, lingers: deaths.append(lingers)
+    gate, reached = threading.Event(), threading.Event()
+    store.add(Fault("write", hold(gate, reached)))
+    record = _adopt(engine)
+    assert record.storage is not None
+    memory = weakref.ref(record.storage)
+    engine.start_offload(record, release=True)
+    assert reached.wait(30)
+    user = torch.empty(0, dtype=torch.uint8).set_(record.storage, 0, (NBYTES,), (1,)) if held else None
+    del record
+    engine.tidy()
+    # What the program still holds is in its own count; what only the write keeps is in no other.
+    assert deaths == [not held]
+    assert engine.resident_nbytes(NBYTES if held else 0) == NBYTES
+    gate.set()
+    _finish(engine)
+    while not held and memory() is not None:  # the worker's last frame goes a moment later
+        time.sleep(0.001)
+    assert engine.resident_nbytes(NBYTES if held else 0) == (NBYTES if held else 0)
+    del user
 
 
 def test_a_record_that_dies_while_it_is_read(engine: Engine, store: FaultStore) -> None:

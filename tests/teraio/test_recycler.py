@@ -425,6 +425,8 @@ def test_a_session_with_and_without_gives_the_same_bits(monkeypatch: pytest.Monk
     for found in (switched_off, without):
         assert all(torch.equal(a, b) for a, b in zip(with_it, found, strict=True))
     assert report_without.written_nbytes > 0
+    assert report.unlimited_peak_nbytes == report_off.unlimited_peak_nbytes == report_without.unlimited_peak_nbytes
+    assert max(r.peak_nbytes for r in (report, report_off, report_without)) <= 14 * MIB
 
 
 def test_a_session_that_cannot_start_leaves_torchs_allocator(monkeypatch: pytest.MonkeyPatch) -> None:

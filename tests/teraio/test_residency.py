@@ -84,6 +84,6 @@ def test_a_dying_record_leaves_its_remains_and_nothing_else() -> None:
     gc.collect()
     (left,) = remains
     assert (left.serial, left.tracked, left.absent, left.nbytes, left.cdata) == (serial, 7, True, 256, cdata)
-    assert left.state is State.RESIDENT
+    assert left.memory is None
     assert left.extent is None
     assert left.ticket is None
