@@ -15,9 +15,10 @@ from io_backend.errors import (
     SpillDirectoryError,
     StorageFullError,
 )
-from io_backend.posix_store import PosixStore, open_store
+from io_backend.opening import open_store
+from io_backend.posix_store import PosixStore
 from io_backend.spill_directory import SpillDirectory
-from io_backend.store import Extent, Priority, Store, StoreStatistics
+from io_backend.store import DeviceStatistics, Extent, Priority, Store, StoreStatistics
 from io_backend.ticket import Ticket
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "BackendError",
     "BackendUnavailableError",
     "CorruptExtentError",
+    "DeviceStatistics",
     "Extent",
     "PosixStore",
     "Priority",

@@ -48,6 +48,12 @@ class BackendConfig:
     direct_io: bool = True
     """Try O_DIRECT first. Off forces the page cache path, for comparison and for file systems with faulty O_DIRECT."""
 
+    verify: bool = False
+    """Keep a checksum of every 4 MiB written and check it when they are read back."""
+
+    coalesce_nbytes: int = 1 * _MIB
+    """Queued transfers up to this size that lie side by side in the file go in one system call. 0: never."""
+
     io_timeout_s: float = 120.0
     """Seconds ``Ticket.wait()`` waits when not told otherwise. Far above any healthy transfer."""
 

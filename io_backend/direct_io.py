@@ -13,11 +13,10 @@ import errno
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from io_backend.buffers import BouncePool, Memory, copy_bytes
-from io_backend.config import BLOCK_NBYTES
 from io_backend.errors import ShortTransferError
 from io_backend.meter import TransferOutcome
 from io_backend.spill_file import RWF_DONTCACHE, SpillFile
@@ -47,12 +46,13 @@ def transfer(
         ShortTransferError: No progress. Part of the bytes may have moved.
         OSError: As the system reports it. Part of the bytes may have moved.
     """
+    chunk_nbytes = -(-chunk_nbytes // file.block_nbytes) * file.block_nbytes
     move = functools.partial(_move, operation, file.name, chunk_nbytes=chunk_nbytes)
     if file.direct_fd is not None:
         rungs = [_bounced] if memory.address % file.memory_alignment else [_straight, _bounced]
         for rung in rungs:
             try:
-                return TransferOutcome("posix-direct", rung(operation, move, file.direct_fd, offset, memory, bounces))
+                return TransferOutcome("posix-direct", rung(operation, move, file, offset, memory, bounces))
             except OSError as error:
                 # Some file systems accept the open and the first transfers, then refuse: start again one rung lower.
                 if error.errno not in _NOT_THIS_WAY:
@@ -61,32 +61,76 @@ def transfer(
     return TransferOutcome("posix-buffered")
 
 
+def transfer_together(
+    operation: Operation, file: SpillFile, pieces: Sequence[tuple[int, int, Memory]], bounces: BouncePool
+) -> list[TransferOutcome]:
+    """Move several buffers, each of at least one byte, whose ranges of the file lie side by side, in one call. Blocks.
+
+    Args:
+        operation: The direction.
+        file: An open spill file that reaches to the end of the last range.
+        pieces: (offset in the file, bytes of the range, memory) in the order of the file.
+        bounces: Where staging memory comes from; the ranges together fit into one.
+
+    Raises:
+        OSError: As the system reports it, or a short call. Any of the bytes may have moved: move each by itself.
+    """
+    direct = file.direct_fd is not None
+    with bounces.lend() as bounce:
+        staged: list[tuple[Memory, int]] = []
+        views, position = [], 0
+        for _, capacity_nbytes, memory in pieces:
+            aligned = memory.address % file.memory_alignment == 0 and memory.nbytes == capacity_nbytes
+            if direct and aligned:
+                views.append(memory.view())
+                continue
+            views.append(bounce.view()[position : position + capacity_nbytes])
+            staged.append((memory, bounce.address + position))
+            position += capacity_nbytes
+        if operation == "write":
+            for memory, address in staged:
+                copy_bytes(address, memory.address, memory.nbytes)
+        fd = file.fd if file.direct_fd is None else file.direct_fd
+        flags = 0 if direct or not file.dontcache else RWF_DONTCACHE
+        start, total_nbytes = pieces[0][0], sum(len(view) for view in views)
+        moved = _call(operation, fd, views, start, flags)
+        if moved != total_nbytes:
+            raise ShortTransferError(f"{operation} of {len(pieces)} pieces moved {moved} of {total_nbytes} bytes")
+        if not direct and not file.dontcache:
+            _drop_cache(operation, file, start, total_nbytes)
+        if operation == "read":
+            for memory, address in staged:
+                copy_bytes(memory.address, address, memory.nbytes)
+    path = "posix-direct" if direct else "posix-buffered"
+    bounced = {id(memory) for memory, _ in staged}
+    return [TransferOutcome(path, memory.nbytes if id(memory) in bounced else 0) for _, _, memory in pieces]
+
+
 def _straight(
-    operation: Operation, move: Callable[..., None], fd: int, offset: int, memory: Memory, bounces: BouncePool
+    operation: Operation, move: Callable[..., None], file: SpillFile, offset: int, memory: Memory, bounces: BouncePool
 ) -> int:
     """O_DIRECT on the buffer; only the last partial block is staged. Returns the bytes staged."""
-    body_nbytes = memory.nbytes // BLOCK_NBYTES * BLOCK_NBYTES
+    body_nbytes = memory.nbytes // file.block_nbytes * file.block_nbytes
     if body_nbytes:
-        move(fd, memory.view()[:body_nbytes], offset, granule=BLOCK_NBYTES)
+        move(file.direct_fd, memory.view()[:body_nbytes], offset, granule=file.block_nbytes)
     tail = Memory(memory.address + body_nbytes, memory.nbytes - body_nbytes, memory.readonly, memory.owner)
-    return _bounced(operation, move, fd, offset + body_nbytes, tail, bounces) if tail.nbytes else 0
+    return _bounced(operation, move, file, offset + body_nbytes, tail, bounces) if tail.nbytes else 0
 
 
 def _bounced(
-    operation: Operation, move: Callable[..., None], fd: int, offset: int, memory: Memory, bounces: BouncePool
+    operation: Operation, move: Callable[..., None], file: SpillFile, offset: int, memory: Memory, bounces: BouncePool
 ) -> int:
     """O_DIRECT through an aligned staging buffer, piece by piece. Returns the bytes staged."""
     with bounces.lend() as bounce:
         for start in range(0, memory.nbytes, bounce.nbytes):
             piece_nbytes = min(bounce.nbytes, memory.nbytes - start)
-            block_nbytes = -(-piece_nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
-            blocks = bounce.view()[:block_nbytes]
+            blocks = bounce.view()[: -(-piece_nbytes // file.block_nbytes) * file.block_nbytes]
             if operation == "write":
                 # Behind the last byte the staging memory's old content goes along: our own bytes, never read back.
                 copy_bytes(bounce.address, memory.address + start, piece_nbytes)
-                move(fd, blocks, offset + start, granule=BLOCK_NBYTES)
+                move(file.direct_fd, blocks, offset + start, granule=file.block_nbytes)
             else:
-                move(fd, blocks, offset + start, granule=BLOCK_NBYTES)
+                move(file.direct_fd, blocks, offset + start, granule=file.block_nbytes)
                 copy_bytes(memory.address + start, bounce.address, piece_nbytes)
     return memory.nbytes
 
@@ -102,9 +146,13 @@ def _buffered(
     for start in range(0, memory.nbytes, chunk_nbytes):
         piece = view[start : start + chunk_nbytes]
         move(file.fd, piece, offset + start, granule=1)
-        if operation == "write":
-            os.fdatasync(file.fd)  # only clean pages can be dropped
-        os.posix_fadvise(file.fd, offset + start, len(piece), os.POSIX_FADV_DONTNEED)
+        _drop_cache(operation, file, offset + start, len(piece))
+
+
+def _drop_cache(operation: Operation, file: SpillFile, offset: int, nbytes: int) -> None:
+    if operation == "write":
+        os.fdatasync(file.fd)  # only clean pages can be dropped
+    os.posix_fadvise(file.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _move(
@@ -122,7 +170,7 @@ def _move(
     position, stalls = 0, 0
     while position < len(view):
         piece = view[position : position + chunk_nbytes]
-        moved = _call(operation, fd, piece, offset + position, flags)
+        moved = _call(operation, fd, [piece], offset + position, flags)
         progress = moved if moved == len(piece) else moved // granule * granule
         position += progress
         stalls = 0 if progress else stalls + 1
@@ -134,16 +182,17 @@ def _move(
             )
 
 
-def _call(operation: Operation, fd: int, piece: memoryview, offset: int, flags: int) -> int:
+def _call(operation: Operation, fd: int, views: list[memoryview], offset: int, flags: int) -> int:
     """One system call, repeated while the system says "again" (interrupted calls Python repeats by itself)."""
     for _ in range(_MAX_RETRIES):
         try:
             if operation == "write":
-                return os.pwritev(fd, [piece], offset, flags)
-            return os.preadv(fd, [piece], offset, flags)
+                return os.pwritev(fd, views, offset, flags)
+            return os.preadv(fd, views, offset, flags)
         except (BlockingIOError, InterruptedError):
             time.sleep(_RETRY_PAUSE_S)
     raise ShortTransferError(
         errno.EAGAIN,
-        f"{operation} of {len(piece)} bytes at file offset {offset}: the system said {_MAX_RETRIES} times to try again",
+        f"{operation} of {sum(map(len, views))} bytes at file offset {offset}: the system said {_MAX_RETRIES} times to "
+        "try again",
     )

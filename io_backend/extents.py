@@ -34,6 +34,16 @@ class ExtentAllocator:
         self._free: dict[int, int] = {}  # offset -> length of the free ranges
         self._by_length: list[tuple[int, int]] = []  # (length, offset) of the free ranges, sorted
 
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes not handed out."""
+        return self.size_nbytes - self.live_nbytes
+
+    @property
+    def largest_free_nbytes(self) -> int:
+        """Length of the largest free range: what fits without growing. Far below ``free_nbytes`` means fragmented."""
+        return self._by_length[-1][0] if self._by_length else 0
+
     def round_up(self, nbytes: int) -> int:
         """The bytes a request of ``nbytes`` really takes."""
         return -(-nbytes // self.granule_nbytes) * self.granule_nbytes

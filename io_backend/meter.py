@@ -59,8 +59,11 @@ class Meter:
                 totals.busy_since_s = now_s
             totals.running += 1
 
-    def end(self, operation: Operation, nbytes: int, outcome: TransferOutcome | None) -> None:
-        """A transfer that began has ended; ``outcome`` is ``None`` if it failed, and its bytes do not count then."""
+    def end(self, operation: Operation, nbytes: int, outcome: TransferOutcome | None, *, counted: bool = True) -> None:
+        """A transfer that began has ended; ``outcome`` is ``None`` if it failed, and its bytes do not count then.
+
+        ``counted``: whether it adds to the number of transfers.
+        """
         now_s = time.monotonic()
         with self._lock:
             totals = self._totals[operation]
@@ -68,11 +71,18 @@ class Meter:
             if totals.running == 0:
                 totals.busy_s += now_s - totals.busy_since_s
             if outcome is not None:
-                totals.num += 1
+                totals.num += counted
                 totals.nbytes += nbytes
                 if nbytes:
                     self._paths[outcome.path] = self._paths.get(outcome.path, 0) + nbytes
                 self._bounced_nbytes += outcome.bounced_nbytes
+
+    def reset(self) -> None:
+        """Forget what was counted; no transfer may be running."""
+        with self._lock:
+            self._totals = {"write": DirectionTotals(), "read": DirectionTotals()}
+            self._paths = {}
+            self._bounced_nbytes = 0
 
     def snapshot(self) -> tuple[DirectionTotals, DirectionTotals, dict[str, int], int]:
         """Totals of writes and of reads (running ones included in the busy time), bytes by path, bounced bytes."""

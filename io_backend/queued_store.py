@@ -15,61 +15,42 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 import logging
 import mmap
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING
 
+from io_backend import integrity
 from io_backend.buffers import Memory, resolve
 from io_backend.config import BackendConfig
-from io_backend.errors import BackendUnavailableError, CorruptExtentError, map_os_error
+from io_backend.errors import BackendUnavailableError
 from io_backend.meter import Meter, TransferOutcome
-from io_backend.store import Extent, Priority, StoreStatistics
-from io_backend.ticket import Ticket
+from io_backend.queued_ticket import QueuedTicket
+from io_backend.store import DeviceStatistics, Extent, Priority, StoreStatistics
+from io_backend.transfer import NO_PATH, ExtentRecord, Transfer
 from io_backend.workers import WorkerPool
 
 if TYPE_CHECKING:
     from io_backend.store import BufferLike, Operation
+    from io_backend.ticket import Ticket
 
 _logger = logging.getLogger(__name__)
 _PRUNE_PENDING = 8
-_NO_PATH = "none"  # what a transfer of no bytes went through
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Space:
-    """Bytes of a store's space: in use, most ever in use, and taken on disk."""
+    """Bytes of a store's space: in use, most ever in use, taken on disk, and the largest free range in that."""
 
     live_nbytes: int
     high_water_nbytes: int
     file_nbytes: int
-
-
-@dataclasses.dataclass(slots=True)
-class _Record:
-    """What the store remembers about one live extent."""
-
-    extent: Extent
-    filled: bool = False  # written by a transfer or mapped: a read makes sense
-    last_write: Ticket | None = None
-    pending: list[Ticket] = dataclasses.field(default_factory=list)  # oldest first; done ones are pruned now and then
-    mappings: list[weakref.ref[mmap.mmap]] = dataclasses.field(default_factory=list)
-
-    def unfinished(self) -> tuple[Ticket, ...]:
-        """Transfers queued or running, oldest first."""
-        self.pending = [ticket for ticket in self.pending if not ticket.done()]
-        return tuple(self.pending)
-
-    def busy(self) -> bool:
-        """Whether a transfer or a mapping still uses the space."""
-        mapped = any((mapping := reference()) is not None and not mapping.closed for reference in self.mappings)
-        return mapped or bool(self.unfinished())
+    largest_free_nbytes: int
 
 
 class QueuedStore(abc.ABC):
@@ -84,10 +65,11 @@ class QueuedStore(abc.ABC):
         self._pid = os.getpid()
         self._closed = False
         self._lock = threading.Lock()
-        self._records: dict[int, _Record] = {}
-        self._deferred: list[_Record] = []
+        self.verify = config.verify
+        self._records: dict[int, ExtentRecord] = {}
+        self._deferred: list[ExtentRecord] = []
         self._freed: deque[Extent] = deque()
-        self._meter = Meter()
+        self.meter = Meter()
         self._pool = WorkerPool(num_workers)
         # Workers hold the pool, never the store: an unclosed store can be collected, and then they leave.
         self._stop_workers = weakref.finalize(self, self._pool.request_stop)
@@ -108,12 +90,12 @@ class QueuedStore(abc.ABC):
         """Account of the space."""
 
     @abc.abstractmethod
-    def _transfer(self, operation: Operation, extent: Extent, memory: Memory) -> TransferOutcome:
-        """Move ``extent.nbytes`` bytes, blocking, on a worker."""
+    def move(self, operation: Operation, extent: Extent, memory: Memory) -> TransferOutcome:
+        """See `Transport.move`."""
 
     @abc.abstractmethod
-    def _location(self, extent: Extent) -> str:
-        """The path for error messages."""
+    def location(self, extent: Extent) -> str:
+        """See `Transport.location`."""
 
     @abc.abstractmethod
     def _release(self) -> None:
@@ -122,6 +104,26 @@ class QueuedStore(abc.ABC):
     @abc.abstractmethod
     def _map(self, extent: Extent) -> mmap.mmap:
         """Map a non-empty extent that no transfer uses."""
+
+    def goes_with(self, transfers: Sequence[Transfer], following: Transfer) -> bool:
+        """See `Transport.goes_with`: no, unless a transport says otherwise."""
+        return False
+
+    def move_together(self, operation: Operation, pieces: Sequence[tuple[Extent, Memory]]) -> list[TransferOutcome]:
+        """See `Transport.move_together`."""
+        raise NotImplementedError
+
+    def sums(self, memory: Memory) -> tuple[int, ...]:
+        """See `Transport.sums`; transports that reach device memory override it."""
+        return integrity.checksums(integrity.chunks(memory))
+
+    def maintain(self) -> None:
+        """See `Transport.maintain`: nothing, unless a transport says otherwise."""
+        return
+
+    def _devices(self, written_nbytes: int, read_nbytes: int) -> tuple[DeviceStatistics, ...]:
+        """Account of the devices, for stores that have one."""
+        return ()
 
     @property
     @abc.abstractmethod
@@ -140,7 +142,7 @@ class QueuedStore(abc.ABC):
     def __exit__(self, *exc_details: object) -> None:
         self.close()
 
-    def allocate(self, nbytes: int) -> Extent:
+    def allocate(self, nbytes: int, *, contiguous: bool = False) -> Extent:
         """Space for ``nbytes`` bytes; see :meth:`Store.allocate`."""
         if nbytes < 0:
             raise ValueError(f"cannot allocate {nbytes} bytes")
@@ -148,7 +150,7 @@ class QueuedStore(abc.ABC):
         with self._lock:
             self._drain_freed()
             extent = self._claim_space(nbytes)
-            self._records[extent.serial] = _Record(extent)
+            self._records[extent.serial] = ExtentRecord(extent)
         return extent
 
     def free(self, extent: Extent) -> None:
@@ -164,7 +166,7 @@ class QueuedStore(abc.ABC):
         after: Callable[[], object] | None = None,
     ) -> Ticket:
         """Start copying ``buffer`` into ``extent``; see :meth:`Store.write`."""
-        return self._submit("write", extent, buffer, priority, after)
+        return self.submit("write", extent, self.resolve(buffer, "write", extent), priority, after)
 
     def read(
         self,
@@ -175,12 +177,12 @@ class QueuedStore(abc.ABC):
         after: Callable[[], object] | None = None,
     ) -> Ticket:
         """Start copying ``extent`` into ``buffer``; see :meth:`Store.read`."""
-        return self._submit("read", extent, buffer, priority, after)
+        return self.submit("read", extent, self.resolve(buffer, "read", extent), priority, after)
 
     def statistics(self) -> StoreStatistics:
         """Totals since the store was opened, and what it holds now."""
         self._check_process("statistics")
-        writes, reads, paths, bounced_nbytes = self._meter.snapshot()
+        writes, reads, paths, bounced_nbytes = self.meter.snapshot()
         with self._lock:
             self._drain_freed()
             space = self._space()
@@ -196,7 +198,9 @@ class QueuedStore(abc.ABC):
             high_water_nbytes=space.high_water_nbytes,
             file_nbytes=space.file_nbytes,
             queued=self._pool.num_queued(),
+            largest_free_nbytes=space.largest_free_nbytes,
             bounced_nbytes=bounced_nbytes,
+            devices=self._devices(writes.nbytes, reads.nbytes),
         )
 
     def map(self, extent: Extent) -> mmap.mmap:
@@ -217,7 +221,11 @@ class QueuedStore(abc.ABC):
             record = self._live_record(extent)
             mapping = self._map(extent)
             record.mappings.append(weakref.ref(mapping))
-            record.filled, record.last_write = True, None  # what the caller stores there counts as written
+            record.filled, record.last_write, record.sums = (
+                True,
+                None,
+                None,
+            )  # what the caller stores there counts as written
         return mapping
 
     def close(self, timeout_s: float = 30.0) -> None:
@@ -227,6 +235,10 @@ class QueuedStore(abc.ABC):
         self._pool.stop(timeout_s)
         self._freed.clear()
         self._release()
+
+    def oldest_running_s(self) -> float:
+        """Seconds that the longest running transfer has been running; 0 when none runs."""
+        return max((ticket.transfer_s for ticket in self._pool.unfinished()), default=0.0)
 
     # Internals.
 
@@ -243,7 +255,7 @@ class QueuedStore(abc.ABC):
                 f"{os.getpid()}; open a store of its own there"
             )
 
-    def _live_record(self, extent: Extent) -> _Record:
+    def _live_record(self, extent: Extent) -> ExtentRecord:
         """The record of an extent that may be used; call under the lock."""
         self._drain_freed()
         record = self._records.get(extent.serial)
@@ -268,15 +280,12 @@ class QueuedStore(abc.ABC):
                 else:
                     self._return_space(record.extent)
 
-    def _submit(
-        self,
-        operation: Operation,
-        extent: Extent,
-        buffer: BufferLike,
-        priority: Priority,
-        after: Callable[[], object] | None,
-    ) -> Ticket:
-        self._check_usable(operation)
+    def resolve(self, buffer: BufferLike, operation: Operation, extent: Extent) -> Memory:
+        """Where the bytes of a buffer are; refuses one that does not suit the operation.
+
+        Raises:
+            ValueError: Wrong size, not contiguous, on a device this store does not reach, or read-only for a read.
+        """
         memory = self._resolve(buffer)
         if memory.nbytes != extent.nbytes:
             raise ValueError(
@@ -284,6 +293,29 @@ class QueuedStore(abc.ABC):
             )
         if operation == "read" and memory.readonly:
             raise ValueError(f"read: the buffer for {extent} is read-only")
+        return memory
+
+    def submit(
+        self,
+        operation: Operation,
+        extent: Extent,
+        memory: Memory,
+        priority: Priority,
+        after: Callable[[], object] | None,
+        *,
+        counted: bool = True,
+    ) -> QueuedTicket:
+        """Queue one transfer, as ``write`` and ``read`` do.
+
+        Args:
+            operation: The direction.
+            extent: A live extent of this store.
+            memory: Of its size, as `resolve` gave it.
+            priority: As for ``write``.
+            after: As for ``write``.
+            counted: Whether it counts as one transfer, or is only a part of one that counts elsewhere.
+        """
+        self._check_usable(operation)
         with self._lock:
             record = self._live_record(extent)
             source = record.last_write
@@ -291,11 +323,11 @@ class QueuedStore(abc.ABC):
                 dependencies = record.unfinished()
             else:
                 dependencies = (source,) if source is not None and not source.done() else ()
-            ticket = Ticket(
+            ticket = QueuedTicket(
                 operation,
                 extent,
                 Priority(priority),
-                functools.partial(self._run, operation, extent, memory, after, source, record.filled),
+                Transfer(self, operation, record, memory, after, source, record.filled, counted),
                 pool=self._pool,
                 dependencies=dependencies,
                 default_timeout_s=self.config.io_timeout_s,
@@ -308,48 +340,11 @@ class QueuedStore(abc.ABC):
             if extent.nbytes or after is not None:
                 self._pool.add(ticket)
         if extent.nbytes == 0 and after is None and ticket.claim():
-            self._meter.begin(operation)
-            self._meter.end(operation, 0, TransferOutcome(_NO_PATH))
+            self.meter.begin(operation)
+            self.meter.end(operation, 0, TransferOutcome(NO_PATH), counted=counted)
             ticket.finish(None)
         return ticket
 
     def _resolve(self, buffer: BufferLike) -> Memory:
         """Find the caller's bytes; transports that reach device memory override it."""
         return resolve(buffer)
-
-    def _run(
-        self,
-        operation: Operation,
-        extent: Extent,
-        memory: Memory,
-        after: Callable[[], object] | None,
-        source: Ticket | None,
-        filled: bool,
-    ) -> None:
-        """One transfer, on a worker."""
-        if operation == "read" and extent.nbytes:
-            self._check_source(extent, source, filled)
-        outcome = None
-        try:
-            if after is not None:
-                after()
-            self._meter.begin(operation)
-            try:
-                outcome = self._transfer(operation, extent, memory) if extent.nbytes else TransferOutcome(_NO_PATH)
-            finally:
-                self._meter.end(operation, extent.nbytes, outcome)
-        except OSError as error:
-            raise map_os_error(
-                error, operation=operation, path=self._location(extent), offset=extent.offset, nbytes=extent.nbytes
-            ) from error
-
-    def _check_source(self, extent: Extent, source: Ticket | None, filled: bool) -> None:
-        """Refuse to read what was never, or not successfully, written: the space may hold a former owner's bytes."""
-        if not filled:
-            raise CorruptExtentError(f"read of {extent} in {self._location(extent)}: nothing was ever written to it")
-        reason = source.exception() if source is not None else None
-        if reason is not None:
-            raise CorruptExtentError(
-                f"read of {extent} in {self._location(extent)}: the write before it did not succeed, so it holds no "
-                f"valid bytes. The write's error: {reason}"
-            ) from reason

@@ -17,9 +17,11 @@ import secrets
 import weakref
 from typing import TYPE_CHECKING
 
+from io_backend.alignment import DirectAlignment, direct_alignment
 from io_backend.buffers import aligned_memory
 from io_backend.config import BLOCK_NBYTES, BackendConfig
 from io_backend.errors import StorageFullError, map_os_error
+from io_backend.quota import Quota
 
 if TYPE_CHECKING:
     from io_backend.spill_directory import SpillDirectory
@@ -27,13 +29,10 @@ if TYPE_CHECKING:
 RWF_DONTCACHE = 0x80
 """Buffered I/O that leaves nothing in the page cache (Linux 6.14 on). Source: linux/fs.h; not in ``os`` yet."""
 
-GRANULE_NBYTES = max(BLOCK_NBYTES, mmap.ALLOCATIONGRANULARITY)
-"""Alignment of extents: good for O_DIRECT and for mapping."""
-
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})
 _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
-_MEMORY_ALIGNMENTS = (64, 512, 4096)  # 64 is what torch gives its CPU tensors; NVMe drives often take it
-_PROBE_NBYTES = 4 * BLOCK_NBYTES
+_BLOCKS_NBYTES = (BLOCK_NBYTES, 16384, 65536)
+_MEMORY_ALIGNMENTS = (64, 512, 4096, 16384, 65536)  # 64 is what torch gives its CPU tensors; NVMe drives often take it
 _GIB = 1 << 30
 
 
@@ -43,7 +42,8 @@ class SpillFile:
     Thread safety: transfers from any thread; ``grow`` under the store's lock. ``close`` only when no transfer runs.
     """
 
-    def __init__(self, directory: SpillDirectory, config: BackendConfig) -> None:
+    def __init__(self, directory: SpillDirectory, config: BackendConfig, quota: Quota | None = None) -> None:
+        self._quota = quota if quota is not None else Quota(config.max_spill_nbytes)
         self.directory = directory
         self.name = str(directory.path)
         """The path for messages: the file itself has none."""
@@ -58,6 +58,8 @@ class SpillFile:
             self._fds.append(self.fd)
             self.direct_fd: int | None = None
             """Descriptor for O_DIRECT, or ``None`` if that does not work here."""
+            self.block_nbytes = BLOCK_NBYTES
+            """Unit of file offsets and lengths for O_DIRECT."""
             self.memory_alignment = BLOCK_NBYTES
             """Bytes to which a buffer's address must be aligned for O_DIRECT."""
             self.reason = self._prove_direct()
@@ -69,6 +71,11 @@ class SpillFile:
             self.close()
             raise map_os_error(error, operation="opening a spill file", path=self.name, offset=0, nbytes=0) from error
 
+    @property
+    def granule_nbytes(self) -> int:
+        """Alignment of extents: good for O_DIRECT and for mapping."""
+        return max(self.block_nbytes, mmap.ALLOCATIONGRANULARITY)
+
     def close(self) -> None:
         """Close the descriptors; the system gives the space back. Idempotent."""
         self._closer()
@@ -78,27 +85,20 @@ class SpillFile:
         """One line about this file."""
         where = f"{self.directory.root} ({self.directory.file_system})"
         if self.direct_fd is not None:
-            alignment = f"blocks of {BLOCK_NBYTES} bytes, memory aligned to {self.memory_alignment}"
+            alignment = f"blocks of {self.block_nbytes} bytes, memory aligned to {self.memory_alignment}"
             return f"posix-direct on {where}, {alignment}: {self.reason}"
         kind = "uncached" if self.dontcache else "cached, dropped after each transfer"
         return f"posix-buffered on {where}, {kind}: {self.reason}"
 
-    def grow(self, shortfall_nbytes: int, quota_left_nbytes: int | None) -> None:
+    def grow(self, shortfall_nbytes: int) -> None:
         """Add at least ``shortfall_nbytes`` allocated bytes, a whole growth step where there is room for it.
 
         Args:
             shortfall_nbytes: A multiple of the granule.
-            quota_left_nbytes: Bytes all files together may still grow, or ``None`` for no quota.
 
         Raises:
             StorageFullError: Quota, reserve or file system exhausted. The file has its old size.
         """
-        if quota_left_nbytes is not None and shortfall_nbytes > quota_left_nbytes:
-            raise StorageFullError(
-                errno.EDQUOT,
-                f"{self.name} must grow by {shortfall_nbytes} bytes, but max_spill_nbytes="
-                f"{self._config.max_spill_nbytes} leaves {max(0, quota_left_nbytes)}. Raise one of the limits",
-            )
         free_nbytes, reserve_nbytes = self._free_and_reserve()
         room_nbytes = free_nbytes - reserve_nbytes
         if shortfall_nbytes > room_nbytes:
@@ -107,9 +107,23 @@ class SpillFile:
                 f"{self.name} must grow by {shortfall_nbytes} bytes, but its file system has {free_nbytes} free and "
                 f"{reserve_nbytes} of them are kept free (reserve_free_nbytes). Free some, or spill elsewhere",
             )
-        step_nbytes = max(shortfall_nbytes, self._config.growth_nbytes)
-        step_nbytes = min(step_nbytes, room_nbytes, room_nbytes if quota_left_nbytes is None else quota_left_nbytes)
-        step_nbytes = max(shortfall_nbytes, step_nbytes // GRANULE_NBYTES * GRANULE_NBYTES)
+        wanted_nbytes = min(room_nbytes, max(shortfall_nbytes, self._config.growth_nbytes))
+        granted_nbytes = self._quota.take(shortfall_nbytes, wanted_nbytes)
+        if granted_nbytes is None:
+            raise StorageFullError(
+                errno.EDQUOT,
+                f"{self.name} must grow by {shortfall_nbytes} bytes, but max_spill_nbytes="
+                f"{self._quota.limit_nbytes} leaves {self._quota.left_nbytes()}. Raise one of the limits",
+            )
+        before_nbytes = self.nbytes
+        try:
+            self._grow_by(
+                shortfall_nbytes, max(shortfall_nbytes, granted_nbytes // self.granule_nbytes * self.granule_nbytes)
+            )
+        finally:
+            self._quota.give_back(granted_nbytes - (self.nbytes - before_nbytes))
+
+    def _grow_by(self, shortfall_nbytes: int, step_nbytes: int) -> None:
         try:
             self._extend(step_nbytes)
         except StorageFullError:
@@ -156,10 +170,10 @@ class SpillFile:
             return f"opening with O_DIRECT failed ({error.strerror})"
         self._fds.append(direct_fd)
         failure = ""
-        for alignment in _MEMORY_ALIGNMENTS:
+        for block_nbytes, alignment in _candidates(direct_alignment(direct_fd)):
             try:
-                if _round_trips(direct_fd, alignment):
-                    self.direct_fd, self.memory_alignment = direct_fd, alignment
+                if _round_trips(direct_fd, block_nbytes, alignment):
+                    self.direct_fd, self.block_nbytes, self.memory_alignment = direct_fd, block_nbytes, alignment
                     return "O_DIRECT proved by a write and a read"
                 failure = "bytes came back changed"
             except OSError as error:
@@ -194,15 +208,25 @@ def _open_anonymous(directory: str) -> int:
     return fd
 
 
-def _round_trips(fd: int, alignment: int) -> bool:
+def _candidates(known: DirectAlignment | None) -> list[tuple[int, int]]:
+    """(block, memory alignment) pairs to try in turn: first small alignments, which spare a copy."""
+    least_block = known.offset_nbytes if known is not None else 0
+    blocks = [nbytes for nbytes in _BLOCKS_NBYTES if nbytes >= least_block]
+    return [(block, alignment) for block in blocks for alignment in _MEMORY_ALIGNMENTS if alignment <= block]
+
+
+def _round_trips(fd: int, block_nbytes: int, alignment: int) -> bool:
     """Write a pattern from memory aligned to exactly ``alignment`` bytes and read it back into such memory."""
-    memory = aligned_memory(4 * _PROBE_NBYTES)
+    probe_nbytes = 4 * block_nbytes
+    memory = aligned_memory(2 * probe_nbytes + 6 * alignment)
     view = memory.view()
-    source = view[alignment : alignment + _PROBE_NBYTES]
-    target = view[2 * _PROBE_NBYTES + alignment : 3 * _PROBE_NBYTES + alignment]
-    pattern = secrets.token_bytes(_PROBE_NBYTES)
-    ctypes.memmove(memory.address + alignment, pattern, _PROBE_NBYTES)
-    if os.pwritev(fd, [source], 0) != _PROBE_NBYTES or os.preadv(fd, [target], 0) != _PROBE_NBYTES:
+    first = -memory.address % (2 * alignment) + alignment  # an odd multiple of the alignment
+    second = -(memory.address + first + probe_nbytes) % (2 * alignment) + alignment + first + probe_nbytes
+    source, target = view[first : first + probe_nbytes], view[second : second + probe_nbytes]
+    pattern = secrets.token_bytes(probe_nbytes)
+    ctypes.memmove(memory.address + first, pattern, probe_nbytes)
+    # One block further, so that the block itself is tried as an offset.
+    if os.pwritev(fd, [source], block_nbytes) != probe_nbytes or os.preadv(fd, [target], block_nbytes) != probe_nbytes:
         return False
     return bytes(target) == pattern
 

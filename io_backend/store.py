@@ -60,6 +60,20 @@ class Extent:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class DeviceStatistics:
+    """What one device of a store has done so far."""
+
+    name: str
+    """Its spill directory."""
+    written_nbytes: int
+    read_nbytes: int
+    weight: float = 1.0
+    """Its share of new bytes, in proportion to the other devices' weights."""
+    out: str = ""
+    """Why it gets nothing new any more; empty while it does."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StoreStatistics:
     """What a store has done so far and holds now. A snapshot: it does not change."""
 
@@ -81,10 +95,14 @@ class StoreStatistics:
     """The most ``live_nbytes`` has been."""
     file_nbytes: int
     """Bytes the store's files take on disk."""
+    largest_free_nbytes: int
+    """Largest request that needs no growth. Far below ``file_nbytes - live_nbytes`` means fragmented."""
     queued: int
     """Transfers submitted and not yet started."""
     bounced_nbytes: int = 0
     """Bytes that were copied through staging memory because their buffer was not aligned."""
+    devices: tuple[DeviceStatistics, ...] = ()
+    """One an SSD; empty for a store without any."""
 
 
 @runtime_checkable
@@ -98,8 +116,12 @@ class Store(Protocol):
     the last write before it. An extent's space is reused only after its last transfer and mapping ended.
     """
 
-    def allocate(self, nbytes: int) -> Extent:
+    def allocate(self, nbytes: int, *, contiguous: bool = False) -> Extent:
         """Space for ``nbytes`` bytes; the caller owns it until ``free``. Its content is undefined until written.
+
+        Args:
+            nbytes: 0 or more.
+            contiguous: Keep it in one piece, so that it can be mapped; else it may be spread over devices.
 
         Raises:
             StorageFullError: File system, quota or ``max_spill_nbytes`` exhausted. Nothing was taken.

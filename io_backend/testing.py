@@ -91,9 +91,9 @@ class MemoryStore(QueuedStore):
         self._live_nbytes -= extent.capacity_nbytes
 
     def _space(self) -> Space:
-        return Space(self._live_nbytes, self._high_water_nbytes, 0)
+        return Space(self._live_nbytes, self._high_water_nbytes, 0, 0)
 
-    def _transfer(self, operation: Operation, extent: Extent, memory: Memory) -> TransferOutcome:
+    def move(self, operation: Operation, extent: Extent, memory: Memory) -> TransferOutcome:
         content = self._contents[extent.serial]
         target, source = (content, memory) if operation == "write" else (memory, content)
         copy_bytes(target.address, source.address, extent.nbytes)
@@ -102,7 +102,7 @@ class MemoryStore(QueuedStore):
     def _map(self, extent: Extent) -> mmap.mmap:
         raise BackendUnavailableError(f"cannot map {extent}: a memory store has no file; use a posix store")
 
-    def _location(self, extent: Extent) -> str:
+    def location(self, extent: Extent) -> str:
         return "<memory>"
 
     def _release(self) -> None:
@@ -210,14 +210,14 @@ class FaultStore:
 
         return act
 
-    def allocate(self, nbytes: int) -> Extent:
+    def allocate(self, nbytes: int, *, contiguous: bool = False) -> Extent:
         """As the inner store, after the script's ``allocate`` faults; their ``OSError`` arrives as a typed error."""
         for action in self._due("allocate", None):
             try:
                 action("allocate", None)
             except OSError as error:
                 raise map_os_error(error, operation="allocate", path="<script>", offset=0, nbytes=nbytes) from error
-        return self.inner.allocate(nbytes)
+        return self.inner.allocate(nbytes, contiguous=contiguous)
 
     def free(self, extent: Extent) -> None:
         """As the inner store."""

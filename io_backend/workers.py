@@ -26,9 +26,9 @@ from io_backend.errors import BackendUnavailableError
 from io_backend.store import Priority
 
 if TYPE_CHECKING:
-    from io_backend.ticket import Ticket
+    from io_backend.queued_ticket import QueuedTicket, Work
 
-    _Entry: TypeAlias = tuple[int, int, int, Ticket]
+    _Entry: TypeAlias = tuple[int, int, int, QueuedTicket]
 
 _logger = logging.getLogger(__name__)
 _IDLE_WAKE_S = 60.0
@@ -49,7 +49,7 @@ class WorkerPool:
         self._inbox: deque[_Entry] = deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._entry_numbers = itertools.count()
-        self._unfinished: dict[int, Ticket] = {}
+        self._unfinished: dict[int, QueuedTicket] = {}
         self._stopping = False
         self._lock = threading.Lock()  # guards the three fields below; taken by workers only
         self._foreground: list[_Entry] = []
@@ -66,14 +66,14 @@ class WorkerPool:
             self.request_stop()
             raise BackendUnavailableError(f"could not start {num_workers} I/O threads: {error}") from error
 
-    def add(self, ticket: Ticket) -> None:
+    def add(self, ticket: QueuedTicket) -> None:
         """Take a new ticket in; it starts when its dependencies are done and a worker is free."""
         self._unfinished[ticket.serial] = ticket
         if ticket.done():  # queued by a dependent one and finished before it got here
             self.forget(ticket)
         self.submit(ticket)
 
-    def submit(self, ticket: Ticket) -> None:
+    def submit(self, ticket: QueuedTicket) -> None:
         """Queue a ticket, or chain it to its first unfinished dependency, which inherits its priority.
 
         Queueing twice is harmless: a ticket can be claimed only once.
@@ -88,11 +88,11 @@ class WorkerPool:
         if self._stopping:  # checked after the append: the last worker may have left just before it
             ticket.cancel()
 
-    def forget(self, ticket: Ticket) -> None:
+    def forget(self, ticket: QueuedTicket) -> None:
         """A ticket is done."""
         self._unfinished.pop(ticket.serial, None)
 
-    def unfinished(self) -> list[Ticket]:
+    def unfinished(self) -> list[QueuedTicket]:
         """The tickets that are queued or running, oldest first."""
         while True:
             try:
@@ -141,8 +141,8 @@ class WorkerPool:
                 "Nothing new will start and the files stay open until they end: check the device, then close again"
             )
 
-    def take(self) -> tuple[Ticket, bool] | None:
-        """Claim the best ticket this worker may start now, and whether it counts as a background write."""
+    def take(self) -> tuple[list[QueuedTicket], bool] | None:
+        """Claim the best ticket this worker may start now, with those that join it, and whether they are background."""
         with self._lock:
             while self._inbox:
                 entry = self._inbox.popleft()
@@ -154,7 +154,7 @@ class WorkerPool:
             self._wake.put(None)
         return claimed
 
-    def _claim_best(self) -> tuple[Ticket, bool] | None:
+    def _claim_best(self) -> tuple[list[QueuedTicket], bool] | None:
         """Pop entries until one can be claimed; stale ones (cancelled, or queued twice) drop out here."""
         most_background = max(1, self.num_workers - 1)
         while True:
@@ -163,22 +163,25 @@ class WorkerPool:
                 candidates.append(self._background_writes)
             if not candidates:
                 return None
-            ticket = heapq.heappop(min(candidates, key=lambda heap: heap[0]))[3]
-            background = _is_background_write(ticket)
-            if ticket.claim():
+            heap = min(candidates, key=lambda heap: heap[0])
+            ticket = heapq.heappop(heap)[3]
+            work = ticket.work
+            if ticket.claim() and work is not None:
+                background = _is_background_write(ticket)
                 self._num_background_running += background
-                return ticket, background
+                return [ticket, *_claim_joining(heap, work)], background
 
-    def run(self, ticket: Ticket, *, background: bool) -> None:
-        """Run a claimed ticket's work and finish the ticket with its outcome; ``background`` as ``take`` gave it."""
-        error = _outcome(ticket)
+    def run(self, tickets: list[QueuedTicket], *, background: bool) -> None:
+        """Run claimed tickets' work and finish them with its outcome; both arguments as ``take`` gave them."""
+        errors = _outcomes(tickets)
         if background:
             with self._lock:
                 self._num_background_running -= 1
                 more = bool(self._background_writes)
             if more:
                 self._wake.put(None)
-        ticket.finish(error)
+        for ticket, error in zip(tickets, errors, strict=True):
+            ticket.finish(error)
 
     def wait_for_work(self) -> bool:
         """Sleep until something was handed over; False when the worker should leave."""
@@ -193,14 +196,34 @@ class WorkerPool:
             return True
 
 
-def _outcome(ticket: Ticket) -> BaseException | None:
-    """Run the work; the exception it raised, holding on to no frame and so to no buffer."""
+def _claim_joining(heap: list[_Entry], work: Work) -> list[QueuedTicket]:
+    """Claim what stands next in line, for as long as one system call could carry it behind the one before."""
+    joining: list[QueuedTicket] = []
+    works = [work]
+    while heap and (following := heap[0][3].work) is not None and work.joins(works, following):
+        ticket = heapq.heappop(heap)[3]
+        if ticket.claim():
+            joining.append(ticket)
+            works.append(following)
+    return joining
+
+
+def _outcomes(tickets: list[QueuedTicket]) -> list[BaseException | None]:
+    """Run the works; what they raised, holding on to no frame and so to no buffer."""
+    errors: list[BaseException | None] = [None] * len(tickets)
+    works = [ticket.begin() for ticket in tickets]
     try:
-        ticket.begin()()
+        if len(works) == 1:
+            works[0]()
+        else:
+            errors = works[0].run_together(works)
     except BaseException as error:  # whatever a transfer raises belongs to its ticket; the worker lives on
-        _release_frames(error)
-        return error
-    return None
+        errors = [error] * len(tickets)
+    works.clear()  # the frames below this one stay with an error, and they lead to this one
+    for raised in errors:
+        if raised is not None:
+            _release_frames(raised)
+    return errors
 
 
 def _release_frames(error: BaseException) -> None:
@@ -217,7 +240,7 @@ def _release_frames(error: BaseException) -> None:
             pending += [link.__cause__, link.__context__]
 
 
-def _is_background_write(ticket: Ticket) -> bool:
+def _is_background_write(ticket: QueuedTicket) -> bool:
     return ticket.operation == "write" and ticket.priority == Priority.BACKGROUND
 
 
@@ -235,6 +258,6 @@ def _run_next(pool: WorkerPool) -> bool:
     claimed = pool.take()
     if claimed is None:
         return False
-    ticket, background = claimed
-    pool.run(ticket, background=background)
+    tickets, background = claimed
+    pool.run(tickets, background=background)
     return True

@@ -121,7 +121,7 @@ def test_a_truncated_file_is_a_short_read(case: Case) -> None:
     extent = case.store.allocate(100_000)
     data = case.random(100_000)
     submit(case, "write", extent, data)
-    os.truncate(case.store._files[0].fd, 8192)  # type: ignore[attr-defined]
+    os.truncate(case.store.file.fd, 8192)  # type: ignore[attr-defined]
     with pytest.raises(ShortTransferError, match="truncated"):
         submit(case, "read", extent, data)
 
@@ -184,7 +184,7 @@ def test_paths(make_case: Callable[..., Case]) -> None:
     buffered = make_case("posix-buffered")
     for case in (direct, misaligned, buffered):
         submit(case, "write", case.store.allocate(8192 + 5), case.random(8192 + 5))
-    if direct.store._files[0].direct_fd is None:  # type: ignore[attr-defined]
+    if direct.store.file.direct_fd is None:  # type: ignore[attr-defined]
         pytest.skip("this file system has no O_DIRECT")
     assert direct.store.statistics().paths == {"posix-direct": 8197}
     assert direct.store.statistics().bounced_nbytes == 5
@@ -198,7 +198,7 @@ def test_paths(make_case: Callable[..., Case]) -> None:
 
 def test_einval_in_use_goes_down_the_ladder(make_case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case("posix-direct")
-    direct_fd = case.store._files[0].direct_fd  # type: ignore[attr-defined]
+    direct_fd = case.store.file.direct_fd  # type: ignore[attr-defined]
     extent = case.store.allocate(100_000)
     data, back = case.random(100_000), case.empty(100_000)
     with monkeypatch.context() as patch:

@@ -11,14 +11,15 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from io_backend import BackendConfig, BackendUnavailableError, Extent, Priority, SpillDirectory, Ticket, open_store
+from io_backend import BackendConfig, BackendUnavailableError, Extent, Priority, SpillDirectory, open_store
 from io_backend import workers as workers_module
+from io_backend.queued_ticket import QueuedTicket, Work
 from io_backend.testing import MemoryStore
 from io_backend.workers import WorkerPool
 
@@ -180,17 +181,30 @@ def test_no_threads_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for_threads()
 
 
+class Nothing:
+    """Work that moves nothing and joins nothing."""
+
+    def __call__(self) -> None:
+        """Done."""
+
+    def joins(self, works: Sequence[Work], following: Work) -> bool:
+        return False
+
+    def run_together(self, works: Sequence[Work]) -> list[BaseException | None]:
+        raise AssertionError("joins nothing")
+
+
 def test_a_swallowed_wake_up_is_passed_on() -> None:
     pool = WorkerPool(0)  # this test is the worker
     extent = Extent(0, 0, 1, 4096)
-    tickets = [Ticket("read", extent, Priority.DEADLINE, lambda: None, pool=pool) for _ in range(2)]
+    tickets = [QueuedTicket("read", extent, Priority.DEADLINE, Nothing(), pool=pool) for _ in range(2)]
     for ticket in tickets:
         pool.add(ticket)
     assert pool.wait_for_work()
-    assert pool.take() == (tickets[0], False)
+    assert pool.take() == ([tickets[0]], False)
     assert not pool._wake.empty()
     assert pool.wait_for_work()
-    assert pool.take() == (tickets[1], False)
+    assert pool.take() == ([tickets[1]], False)
     assert pool._wake.empty()
 
 

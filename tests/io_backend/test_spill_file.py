@@ -74,10 +74,10 @@ def test_reserve(make_case: Callable[..., Case]) -> None:
 
 def test_the_other_directory_takes_over(make_case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case("posix-two-directories")
-    real, files = os.posix_fallocate, case.store._files  # type: ignore[attr-defined]
+    real, first = os.posix_fallocate, case.store._members[0].store.file  # type: ignore[attr-defined]
 
     def full(fd: int, offset: int, length: int) -> None:
-        if fd == files[0].fd:
+        if fd == first.fd:
             raise OSError(errno.ENOSPC, "full")
         real(fd, offset, length)
 
@@ -88,7 +88,7 @@ def test_the_other_directory_takes_over(make_case: Callable[..., Case], monkeypa
 def test_a_failed_preallocation_is_given_back(make_case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case()
     round_trip(case)
-    fd = case.store._files[0].fd  # type: ignore[attr-defined]
+    fd = case.store.file.fd  # type: ignore[attr-defined]
     size = os.fstat(fd).st_size
     real = os.posix_fallocate
 

@@ -66,10 +66,6 @@ def block_workers(case: Case, num_workers: int) -> list[Gate]:
     return gates
 
 
-def num_workers(case: Case) -> int:
-    return 2 if case.kind == "posix-two-directories" else 1
-
-
 def test_is_a_store(case: Case) -> None:
     assert isinstance(case.store, Store)
     assert "\n" not in case.store.describe()
@@ -232,7 +228,7 @@ def test_many_rewrites_of_one_extent_keep_their_order(case: Case) -> None:
 
 def test_an_urgent_read_raises_the_write_it_needs(narrow_case: Case) -> None:
     case = narrow_case
-    gates = block_workers(case, num_workers(case))
+    gates = block_workers(case, 1)
     order: list[str] = []
     other, extent = case.store.allocate(16), case.store.allocate(16)
     case.store.write(case.random(16), other, after=lambda: order.append("other"))
@@ -285,7 +281,7 @@ def test_after_keeps_its_own_exception(case: Case) -> None:
 
 def test_priorities_then_submission_order(narrow_case: Case) -> None:
     case = narrow_case
-    gates = block_workers(case, num_workers(case))
+    gates = block_workers(case, 1)
     # With several workers only the first starts are ordered: hold all but one of them until the end.
     order: list[str] = []
     lock = threading.Lock()
@@ -334,7 +330,7 @@ def test_background_writes_leave_one_worker_free(case: Case) -> None:
 
 def test_cancel_before_the_start(narrow_case: Case) -> None:
     case = narrow_case
-    gates = block_workers(case, num_workers(case))
+    gates = block_workers(case, 1)
     extent = case.store.allocate(16)
     write = case.store.write(case.random(16), extent)
     read = case.store.read(extent, case.empty(16))
@@ -462,7 +458,7 @@ def test_a_failed_ticket_drops_the_buffer(case: Case) -> None:
 
 def test_a_cancelled_ticket_drops_the_buffer(narrow_case: Case) -> None:
     case = narrow_case
-    gates = block_workers(case, num_workers(case))
+    gates = block_workers(case, 1)
     tensor = torch.zeros(100)
     reference = weakref.ref(tensor)
     ticket = case.store.write(tensor, case.store.allocate(400))
@@ -536,7 +532,7 @@ def test_close_twice_and_use_afterwards(case: Case) -> None:
 
 def test_close_with_many_transfers_of_one_extent(narrow_case: Case) -> None:
     case = narrow_case
-    gates = block_workers(case, num_workers(case))
+    gates = block_workers(case, 1)
     extent = case.store.allocate(16)
     tickets = [case.store.write(case.random(16), extent) for _ in range(300)]
     tickets += [case.store.read(extent, case.empty(16)) for _ in range(300)]
@@ -549,7 +545,7 @@ def test_close_with_many_transfers_of_one_extent(narrow_case: Case) -> None:
 
 def test_close_with_io_in_flight(narrow_case: Case) -> None:
     case = narrow_case
-    gates = block_workers(case, num_workers(case))
+    gates = block_workers(case, 1)
     extent = case.store.allocate(16)
     write = case.store.write(case.random(16), extent)
     read = case.store.read(extent, case.empty(16))
@@ -605,7 +601,7 @@ def test_concurrent_use(case: Case) -> None:
 
 def test_zero_bytes_complete_at_once(narrow_case: Case) -> None:
     case = narrow_case
-    gates = block_workers(case, num_workers(case))
+    gates = block_workers(case, 1)
     extent = case.store.allocate(0)
     assert case.store.write(b"", extent).done()
     assert case.store.read(extent, bytearray()).done()
