@@ -15,6 +15,8 @@ from io_backend.errors import (
     SpillDirectoryError,
     StorageFullError,
 )
+from io_backend.host_memory import free_nbytes
+from io_backend.host_store import HostStore
 from io_backend.opening import open_store
 from io_backend.posix_store import PosixStore
 from io_backend.spill_directory import SpillDirectory
@@ -28,6 +30,7 @@ __all__ = [
     "CorruptExtentError",
     "DeviceStatistics",
     "Extent",
+    "HostStore",
     "PosixStore",
     "Priority",
     "ShortTransferError",
@@ -37,5 +40,6 @@ __all__ = [
     "Store",
     "StoreStatistics",
     "Ticket",
+    "free_nbytes",
     "open_store",
 ]

@@ -15,10 +15,11 @@ import pytest
 
 from io_backend import BackendConfig, Store, open_store
 from io_backend.buffers import aligned_memory
+from io_backend.host_store import HostStore
 from io_backend.testing import FaultStore, MemoryStore
 
 MIB = 1 << 20
-ONE_QUEUE = ("posix-direct", "posix-buffered", "posix-misaligned", "memory", "fault")
+ONE_QUEUE = ("posix-direct", "posix-buffered", "posix-misaligned", "memory", "fault", "host")
 KINDS = (*ONE_QUEUE, "posix-two-directories")
 
 
@@ -58,6 +59,8 @@ def build(kind: str, path: Path, **changes: object) -> Store:
         return MemoryStore(make_config(**changes))
     if kind == "fault":
         return FaultStore(MemoryStore(make_config(**changes)))
+    if kind == "host":
+        return HostStore(make_config(**changes), capacity_nbytes=1 << 30)
     if kind == "posix-two-directories":
         return open_store([path / "one", path / "two"], config=make_config(**changes))
     return open_store(path, config=make_config(direct_io=kind != "posix-buffered", **changes))
