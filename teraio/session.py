@@ -216,7 +216,6 @@ class Session:
             self._budget_nbytes,
             self._log,
             io_timeout_s=self._config.io_timeout_s,
-            verify=self._verify,
             memory=RecycledMemory(self._recycler.library) if self._recycler is not None else SlabPool(),
         )
         self._hooks = SavedTensorHooks(self._engine, min_nbytes=min_nbytes, device=torch.device("cpu"))
@@ -307,8 +306,9 @@ class Session:
             max_spill_nbytes=self._config.max_spill_nbytes,
             allow_unsafe_spill=self._config.allow_unsafe_spill,
             io_timeout_s=self._config.io_timeout_s,
+            verify=self._verify,
         )
-        return open_store(self._spill, config=config, backend=self._backend)
+        return open_store(self._spill, config=config, backend=self._backend, on_event=self._log.add)
 
     def _chunk_steps(self) -> None:
         for optimizer in self._optimizers:

@@ -13,14 +13,13 @@ bytes go by the store. The rules:
 import threading
 import time
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 
 import torch
 
-from io_backend import BackendError, CorruptExtentError, Priority, Store, Ticket
+from io_backend import BackendError, Priority, Store, Ticket
 from teraio.errors import OffloadError, OffloadTimeout
 from teraio.runtime.buffers import ReloadMemory, SlabPool, capacity_nbytes
 from teraio.runtime.events import EventLog
@@ -46,7 +45,6 @@ class Engine:
         log: EventLog,
         *,
         io_timeout_s: float,
-        verify: bool,
         memory: ReloadMemory | None = None,
     ) -> None:
         self.store = store
@@ -64,7 +62,6 @@ class Engine:
         """Told of each dead record while the books are tidied, and whether its memory lingers: whether the program is
         done with the storage although a running write still keeps its memory, which the engine then accounts for."""
         self._io_timeout_s = io_timeout_s
-        self._verify = verify
         self._by_cdata: dict[int, weakref.ref[Record]] = {}
         self._all: dict[int, weakref.ref[Record]] = {}
         self._lingering: list[tuple[Ticket, int]] = []
@@ -150,9 +147,7 @@ class Engine:
         assert storage is not None
         try:
             if record.extent is None:
-                record.extent = self.store.allocate(record.nbytes)
-            if self._verify:
-                record.checksum = _checksum(storage)
+                record.extent = self.store.allocate(record.nbytes, contiguous=record.is_mapped)
             record.ticket = self.store.write(storage, record.extent, priority=priority)
         except BackendError as error:
             self._fail_offload(record, error)
@@ -258,8 +253,6 @@ class Engine:
         try:
             self._wait_for_end(ticket, str(record))
             failure = ticket.exception()
-            if failure is None and record.checksum is not None and _checksum(storage) != record.checksum:
-                failure = CorruptExtentError(5, f"{record}: its bytes changed on the SSD (extent {record.extent})")
         except BaseException:
             record.move_to(State.OFFLOADED)
             record.storage = None
@@ -320,8 +313,3 @@ def _only_a_write_holds(remains: Remains) -> bool:
     """Whether the memory of a dead record lives on for no other reason than a running write."""
     storage = remains.memory() if remains.memory is not None else None
     return storage is not None and (_use_count is None or _use_count(storage._cdata) <= 1)
-
-
-def _checksum(storage: torch.UntypedStorage) -> int:
-    array = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).numpy()
-    return zlib.crc32(array.data)

@@ -103,8 +103,11 @@ class Record:
     appends to the engine's list of remains.
     """
 
+    is_mapped = False
+    """Whether its space on the SSD will be mapped into memory."""
+
     __slots__ = (
-        "__weakref__", "_history", "absent", "cdata", "checksum", "dtype", "engine", "extent", "nbytes",
+        "__weakref__", "_history", "absent", "cdata", "dtype", "engine", "extent", "nbytes",
         "on_slab", "order", "release_wanted", "serial", "state", "storage", "ticket", "tracked", "unwritable",
     )  # fmt: skip
 
@@ -129,7 +132,6 @@ class Record:
         """Give the memory back as soon as a copy is on the SSD and nothing else holds it."""
         self.unwritable = False
         """A write of it failed: leave it in memory."""
-        self.checksum: int | None = None
         self._history: deque[str] = deque(maxlen=_HISTORY_LENGTH)
 
     def move_to(self, state: State) -> None:
@@ -195,6 +197,8 @@ class StateRecord(Record):
 
     ``storage`` is the memory being read into while RELOADING; otherwise the tensor's own storage.
     """
+
+    is_mapped = True
 
     __slots__ = ("_substitute", "tensor", "version")
 

@@ -20,6 +20,7 @@ from torch.optim import optimizer as optimizer_module
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 import teraio
+from io_backend import BackendConfig
 from io_backend.testing import FaultStore, MemoryStore
 from teraio.planner.problem import build_problem
 
@@ -374,7 +375,7 @@ def kit() -> type[Kit]:
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultStore]:
     """The store that the next session opens: in memory, with a script that is empty so far."""
-    store = FaultStore(MemoryStore())
+    store = FaultStore(MemoryStore(BackendConfig(verify=True)))
     monkeypatch.setattr("teraio.session.open_store", lambda *_, **__: store)
     yield store
     store.close()

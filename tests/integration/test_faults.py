@@ -254,7 +254,7 @@ def test_verify_finds_a_changed_byte(kit: Any, faults: FaultStore, steps: int) -
 
     with _Evicted(kit, faults, steps, verify=True) as evicted:
         faults.add(Fault("read", flip))
-        with pytest.raises(teraio.OffloadError, match=r"saved storage #\d+ .*changed on the SSD"):
+        with pytest.raises(teraio.OffloadError, match=r"saved storage #\d+ .*not what was written"):
             evicted.loss.backward(retain_graph=True)
         faults.clear()
         kit.settle(evicted.session)
@@ -275,7 +275,7 @@ def test_a_read_cut_short_by_ctrl_c(kit: Any, faults: FaultStore, gate: threadin
             def interrupted(*_: object) -> None:
                 raise KeyboardInterrupt
 
-            patch.setattr("io_backend.ticket.Ticket.wait", interrupted)
+            patch.setattr("io_backend.queued_ticket.QueuedTicket.wait", interrupted)
             faults.add(Fault("read", hold(gate)))
             with pytest.raises(KeyboardInterrupt):
                 evicted.loss.backward(retain_graph=True)

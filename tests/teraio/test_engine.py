@@ -20,7 +20,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import teraio
-from io_backend import Priority
+from io_backend import BackendConfig, Priority
 from io_backend.testing import Fault, FaultStore, MemoryStore, fail, hold
 from teraio.runtime.engine import Engine
 from teraio.runtime.events import EventLog
@@ -51,7 +51,7 @@ def store() -> Iterator[FaultStore]:
 
 @pytest.fixture
 def engine(store: FaultStore) -> Engine:
-    return Engine(store, 1 << 30, EventLog(), io_timeout_s=30.0, verify=False)
+    return Engine(store, 1 << 30, EventLog(), io_timeout_s=30.0)
 
 
 def _finish(engine: Engine) -> None:
@@ -186,7 +186,7 @@ def test_a_failed_read_leaves_it_on_the_ssd(engine: Engine, store: FaultStore) -
 
 
 def test_a_read_that_does_not_end(store: FaultStore) -> None:
-    engine = Engine(store, 1 << 30, EventLog(), io_timeout_s=0.1, verify=False)
+    engine = Engine(store, 1 << 30, EventLog(), io_timeout_s=0.1)
     record = _adopt(engine)
     before = _bytes(record.storage)  # type: ignore[arg-type]
     engine.start_offload(record, release=True)
@@ -203,7 +203,7 @@ def test_a_read_that_does_not_end(store: FaultStore) -> None:
 
 
 def test_a_write_that_does_not_end(store: FaultStore) -> None:
-    engine = Engine(store, 1 << 30, EventLog(), io_timeout_s=0.1, verify=False)
+    engine = Engine(store, 1 << 30, EventLog(), io_timeout_s=0.1)
     gate = threading.Event()
     store.add(Fault("write", hold(gate)))
     record = _adopt(engine)
@@ -286,8 +286,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(verify=st.booleans())
     def start(self, verify: bool) -> None:
-        self.store = FaultStore(MemoryStore())
-        self.engine = Engine(self.store, 1 << 30, EventLog(), io_timeout_s=30.0, verify=verify)
+        self.store = FaultStore(MemoryStore(BackendConfig(verify=verify)))
+        self.engine = Engine(self.store, 1 << 30, EventLog(), io_timeout_s=30.0)
         self.records: dict[int, Record] = {}
         self.expected: dict[int, bytes] = {}
         self.held: dict[int, torch.UntypedStorage] = {}
