@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 _serials = itertools.count(1)
 _WAIT_SLICE_S = 1.0
+_SUSPICIOUS_S = 10.0
+"""A wait this long is no healthy disk's: what waits and what runs goes to the log."""
 
 
 class Work(Protocol):
@@ -136,12 +139,17 @@ class QueuedTicket(Ticket):
     def wait(self, timeout_s: float | None = None) -> None:
         """See `Ticket`."""
         limit_s = self._default_timeout_s if timeout_s is None else timeout_s
-        deadline_s = time.monotonic() + limit_s
+        start_s = time.monotonic()
+        deadline_s = start_s + limit_s
+        suspicious_s = start_s + _SUSPICIOUS_S
         while not self._finished:
             # In slices: a waiter interrupted between its acquire and release below would leave the latch taken.
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError(self._timeout_text(limit_s))
+            if time.monotonic() >= suspicious_s:
+                suspicious_s = math.inf
+                _logger.warning("waiting for %r since %g s. %s", self, _SUSPICIOUS_S, self._pool.dump_queue())
             if self._latch.acquire(timeout=min(left_s, _WAIT_SLICE_S)):
                 self._latch.release()
         if self._exception is not None:

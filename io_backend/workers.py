@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 _IDLE_WAKE_S = 60.0
+_MOST_DUMPED = 50
 
 
 class WorkerPool:
@@ -113,6 +114,19 @@ class WorkerPool:
             oldest = max(running, key=lambda ticket: ticket.transfer_s)
             text += f", the longest a {oldest.operation} of {oldest.nbytes} bytes for {oldest.transfer_s:.1f} s"
         return text
+
+    def dump_queue(self) -> str:
+        """A line for each ticket that is queued or running, oldest first, under a line that sums up."""
+        tickets = self.unfinished()
+        lines = [self.describe_queue()]
+        for ticket in tickets[:_MOST_DUMPED]:
+            lines.append(
+                f"  {ticket.operation} of {ticket.extent}, {ticket.priority.name.lower()}: {ticket.state}, submitted "
+                f"{ticket.elapsed_s:.1f} s ago, running for {ticket.transfer_s:.1f} s"
+            )
+        if len(tickets) > _MOST_DUMPED:
+            lines.append(f"  and {len(tickets) - _MOST_DUMPED} more")
+        return "\n".join(lines)
 
     def request_stop(self) -> None:
         """Tell the workers to leave when the queue is empty; does not wait. Nothing submitted later will run."""

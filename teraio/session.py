@@ -196,6 +196,7 @@ class Session:
             self._stop_recycling()
             self._states = []
             self._closed = True
+            process_memory.use_default_malloc()
             store.close()
             raise
         return self

@@ -252,3 +252,22 @@ def test_a_bad_second_directory_leaves_nothing(tmp_path: Path) -> None:
 def test_settings_are_checked(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field} is {value}"):
         BackendConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_a_suspicious_wait_dumps_the_queue(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("io_backend.queued_ticket._SUSPICIOUS_S", 0.0)
+    store = MemoryStore(BackendConfig(num_workers=1))
+    gate = threading.Event()
+    stuck = store.write(b"stuck", store.allocate(5), after=lambda: gate.wait(20))
+    queued = [store.write(b"later", store.allocate(5)) for _ in range(60)]
+    with caplog.at_level("WARNING", "io_backend"), pytest.raises(TimeoutError):
+        stuck.wait(0.01)
+    gate.set()
+    queued[-1].wait(20)
+    store.close()
+    record = caplog.records[0]
+    lines = record.getMessage().splitlines()
+    assert "60 waiting, 1 running" in lines[0]
+    assert "running, submitted" in lines[1]
+    assert all("background: queued" in line for line in lines[2:-1])
+    assert lines[-1] == "  and 11 more"
