@@ -149,7 +149,7 @@ class QueuedTicket(Ticket):
                 raise TimeoutError(self._timeout_text(limit_s))
             if time.monotonic() >= suspicious_s:
                 suspicious_s = math.inf
-                _logger.warning("waiting for %r since %g s. %s", self, _SUSPICIOUS_S, self._pool.dump_queue())
+                _logger.warning("waiting for %s since %g s. %s", repr(self), _SUSPICIOUS_S, self._pool.dump_queue())
             if self._latch.acquire(timeout=min(left_s, _WAIT_SLICE_S)):
                 self._latch.release()
         if self._exception is not None:

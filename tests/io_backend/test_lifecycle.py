@@ -257,8 +257,9 @@ def test_settings_are_checked(field: str, value: float) -> None:
 def test_a_suspicious_wait_dumps_the_queue(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("io_backend.queued_ticket._SUSPICIOUS_S", 0.0)
     store = MemoryStore(BackendConfig(num_workers=1))
-    gate = threading.Event()
-    stuck = store.write(b"stuck", store.allocate(5), after=lambda: gate.wait(20))
+    reached, gate = threading.Event(), threading.Event()
+    stuck = store.write(b"stuck", store.allocate(5), after=lambda: (reached.set(), gate.wait(20)))
+    assert reached.wait(20)
     queued = [store.write(b"later", store.allocate(5)) for _ in range(60)]
     with caplog.at_level("WARNING", "io_backend"), pytest.raises(TimeoutError):
         stuck.wait(0.01)
