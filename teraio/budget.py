@@ -38,6 +38,11 @@ def container_free_nbytes(root: Path = _CGROUP) -> int | None:
     return min(free) if free else None
 
 
+def machine_nbytes() -> int:
+    """Bytes of memory that the machine has."""
+    return int(psutil.virtual_memory().total)
+
+
 def local_ranks() -> int:
     """Number of ranks on this machine as the launcher says, at least 1.
 
