@@ -15,7 +15,7 @@ from io_backend.errors import (
     SpillDirectoryError,
     StorageFullError,
 )
-from io_backend.host_memory import free_nbytes
+from io_backend.host_memory import free_nbytes, machine_nbytes
 from io_backend.host_store import HostStore
 from io_backend.opening import open_store
 from io_backend.posix_store import PosixStore
@@ -41,5 +41,6 @@ __all__ = [
     "StoreStatistics",
     "Ticket",
     "free_nbytes",
+    "machine_nbytes",
     "open_store",
 ]

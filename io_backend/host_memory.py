@@ -42,6 +42,11 @@ def host_limit(*, pinned: bool, local_ranks: int = 1, cgroup_root: Path = _CGROU
     return min(limits, key=lambda limit: limit.nbytes)
 
 
+def machine_nbytes() -> int:
+    """Bytes of memory that the machine has."""
+    return int(psutil.virtual_memory().total)
+
+
 def free_nbytes(cgroup_root: Path = _CGROUP) -> int:
     """Bytes that can still be allocated: the lesser of the machine's and the container's."""
     available = int(psutil.virtual_memory().available)

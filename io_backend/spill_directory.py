@@ -68,7 +68,7 @@ class SpillDirectory:
         if reason is not None and not allow_unsafe:
             raise SpillDirectoryError(
                 f"spill directory {root_path} is on {file_system}: {reason}. "
-                "Name a directory on a local SSD, or set allow_unsafe_spill=True if this is meant"
+                "Name a directory on a local SSD, or set allow_unsafe_spill=True in the configuration if this is meant"
             )
         try:
             root_path.mkdir(mode=0o700, parents=True, exist_ok=True)

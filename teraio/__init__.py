@@ -29,6 +29,7 @@ from teraio.errors import (
     PlanMismatchError,
     TeraioError,
 )
+from teraio.iterations import StepRecord
 from teraio.planner.plan import Move, MoveKind, Plan
 from teraio.planner.planning import plan, simulate
 from teraio.planner.simulator import Simulation
@@ -51,6 +52,7 @@ __all__ = [
     "Report",
     "Session",
     "Simulation",
+    "StepRecord",
     "TeraioError",
     "format_nbytes",
     "offload",

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,17 +40,18 @@ _MIN_MEASURED_NBYTES = 32 << 20
 _KEPT_STEPS = 1000
 
 
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """What one completed iteration cost."""
 
-    __slots__ = ("planned", "read_nbytes", "stall_s", "step_s", "written_nbytes")
-
-    def __init__(self, step_s: float, stall_s: float, written_nbytes: int, read_nbytes: int, planned: bool) -> None:
-        self.step_s = step_s
-        self.stall_s = stall_s
-        self.written_nbytes = written_nbytes
-        self.read_nbytes = read_nbytes
-        self.planned = planned
+    step_s: float
+    """Its duration, from its first event to the end of the optimizer step."""
+    stall_s: float
+    """Of that, what the program waited for the disk."""
+    written_nbytes: int
+    read_nbytes: int
+    planned: bool
+    """Whether a plan was carried out; otherwise it was learnt, or went on in a safe mode."""
 
 
 class Iterations:

@@ -7,14 +7,15 @@ works.
 """
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
-from io_backend import BackendConfig, Store, open_store
+from io_backend import BackendConfig, Store, machine_nbytes, open_store
 from lifetime import Trace
 from lifetime.optimizer_steps import settle_hooks
 from teraio.arguments import (
@@ -23,7 +24,7 @@ from teraio.arguments import (
     check_device,
     check_kinds,
     check_state_fits,
-    default_spill_directory,
+    check_trace_file,
     resolve_budget_nbytes,
     resolve_policy,
     spill_directories,
@@ -43,7 +44,7 @@ from teraio.runtime.optimizer_state import OptimizerState
 from teraio.runtime.optimizer_step import ChunkedStep, can_be_chunked
 from teraio.runtime.recycler import RecyclerLease, RecyclerUnavailableError, lease_recycler
 from teraio.runtime.swap import can_exchange
-from teraio.sizes import parse_nbytes
+from teraio.sizes import format_nbytes, parse_nbytes
 from teraio.state_size import state_nbytes
 
 _SPARE_NBYTES = 32 << 20
@@ -52,6 +53,9 @@ staging; what staging would take serves here, and where the budget is full it sa
 
 _KEEP_ALL = 1 << 62
 """Least size that may leave under the policy ``keep``: nothing is that large."""
+
+_in_session: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Models and optimizers of the sessions that are open: each belongs to one."""
 
 
 def offload(
@@ -107,8 +111,7 @@ def offload(
     if not isinstance(config, (Config, str, os.PathLike, type(None))):
         raise ConfigError(f"config must be a teraio.Config or the path of a TOML file, got {config!r}")
     settings = config if isinstance(config, Config) else Config() if config is None else Config.load(config)
-    if not isinstance(trace_to, (str, os.PathLike, type(None))):
-        raise ConfigError(f"trace_to must be the path of a file, got {trace_to!r}")
+    trace_file = check_trace_file(trace_to)
     move_states = check_kinds(kinds)
     if parse_nbytes(host_budget, name="host_budget") != 0:
         raise ConfigError(
@@ -126,7 +129,7 @@ def offload(
         spill=spill_directories(spill),
         policy=resolve_policy(policy),
         backend=backend,
-        trace_to=None if trace_to is None else Path(trace_to),
+        trace_to=trace_file,
         verify=verify,
         move_states=move_states,
         config=settings,
@@ -187,6 +190,8 @@ class Session:
         """
         if self._entered:
             raise ConfigError("this session was entered before: call teraio.offload again for another one")
+        if any(each in _in_session for each in (*self._models, *self._optimizers)):
+            raise ConfigError("this model or optimizer is in another teraio session: leave that one first")
         store = self._open_store()
         self._entered = True
         try:
@@ -199,10 +204,18 @@ class Session:
             process_memory.use_default_malloc()
             store.close()
             raise
+        _in_session.update([*self._models, *self._optimizers])
         return self
 
     def _start(self, store: Store) -> None:
         self._begin_state_nbytes = state_nbytes(self._models, self._optimizers)
+        total_nbytes = machine_nbytes()
+        if self._budget_nbytes > total_nbytes:
+            self._log.add(
+                f"the budget of {format_nbytes(self._budget_nbytes)} is more than this machine's memory, "
+                f"{format_nbytes(total_nbytes)}: it protects nothing",
+                level=30,
+            )
         self._start_recycling()
         if not process_memory.huge_pages_work():
             self._log.add(
@@ -258,6 +271,7 @@ class Session:
         if not self._entered or self._closed:
             return
         self._open = False
+        _in_session.difference_update([*self._models, *self._optimizers])
         self._take_hooks_away()
         engine = self._engine
         if state_nbytes(self._models, self._optimizers) <= self._budget_nbytes:
@@ -300,9 +314,6 @@ class Session:
                 f"Config.require_gds asks for GPUDirect Storage, but backend {self._backend!r} goes through system "
                 "calls in this version: leave require_gds off, or ask for backend='kvikio'"
             )
-        for directory in self._spill:
-            if directory == default_spill_directory():
-                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         config = BackendConfig(
             max_spill_nbytes=self._config.max_spill_nbytes,
             allow_unsafe_spill=self._config.allow_unsafe_spill,
@@ -334,7 +345,10 @@ class Session:
         state = state_nbytes(self._models, self._optimizers)
         self._unseen_nbytes = max(self._unseen_nbytes, grown - state - self._engine.pool.total_nbytes)
         if self._trace_to is not None and self._iterations.completed >= 2 and self.trace is not None:
-            self.trace.save(self._trace_to)
+            try:
+                self.trace.save(self._trace_to)
+            except OSError as error:  # a full disk is no reason to end training
+                self._log.add(f"the trace could not be written to {self._trace_to}: {error}", level=30)
             self._trace_to = None
         self._check_wear()
         for callback in self._callbacks:

@@ -26,7 +26,8 @@ def parse_nbytes(size: int | str, *, name: str = "size") -> int:
         ConfigError: Not a size, or negative.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise ConfigError(f"{name} must be a number of bytes or a text like '6GiB', got {size!r}")
+        hint = " (a share of the memory is not accepted)" if isinstance(size, float) else ""
+        raise ConfigError(f"{name} must be a whole number of bytes or a text like '6GiB', got {size!r}{hint}")
     if isinstance(size, int):
         if size < 0:
             raise ConfigError(f"{name} must not be negative, got {size} bytes")

@@ -33,6 +33,8 @@ class AdmissionMode:
     Thread safety: called under the engine's lock.
     """
 
+    learns = True
+
     def __init__(self, engine: Engine, recorder: Recorder, sizes: OpSizes, relieve: Relief) -> None:
         self._engine = engine
         self._sizes = sizes
@@ -183,6 +185,11 @@ class AdmissionMode:
         """A saved tensor is about to be read back into `nbytes` of new memory."""
         self._ensure(nbytes, "reading a saved tensor back")
 
+    def expect(self, nbytes: int, what: str) -> None:
+        """Make room for all that `what` will take, or refuse it before it has changed anything."""
+        with self._engine.lock:
+            self._ensure(nbytes, what)
+
     def _ensure(self, nbytes: int, what: str) -> None:
         engine = self._engine
         collected = False
@@ -232,12 +239,12 @@ class AdmissionMode:
         absent = {record.tracked for record in engine.all_records() if record.storage is None}
         largest = sorted((i for i in live if i not in absent), key=lambda i: -tracker.nbytes[i])[:_NAMED_STORAGES]
         described = tuple(self._describe(i) for i in largest)
+        state = engine.interrupts or "and nothing is lost"
         message = (
             f"the budget of {format_nbytes(engine.budget_nbytes)} is too small: {what} needs {format_nbytes(nbytes)} "
             f"beside {format_nbytes(floor - nbytes)} that cannot leave, together {format_nbytes(floor)} (the floor so "
-            "far). "
-            f"Largest: {'; '.join(described)}. The operation was not run and nothing is lost: raise the budget to at "
-            f"least {format_nbytes(floor)}, or make the batch or the sequence smaller"
+            f"far). Largest: {'; '.join(described)}. It was not run, {state}. Raise the budget to at least "
+            f"{format_nbytes(floor)}, or make the batch or the sequence smaller"
         )
         if engine.last_failure:
             raise OffloadError(f"{message}. Writes to the spill directory failed before: {engine.last_failure}")

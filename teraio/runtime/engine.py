@@ -61,6 +61,8 @@ class Engine:
         self.on_death: Callable[[Remains, bool], None] = lambda remains, lingers: None
         """Told of each dead record while the books are tidied, and whether its memory lingers: whether the program is
         done with the storage although a running write still keeps its memory, which the engine then accounts for."""
+        self.interrupts = ""
+        """What a refusal would leave half done now, in words; empty when it would lose nothing."""
         self._io_timeout_s = io_timeout_s
         self._by_cdata: dict[int, weakref.ref[Record]] = {}
         self._all: dict[int, weakref.ref[Record]] = {}

@@ -112,7 +112,7 @@ class SavedTensorHooks:
         """Autograd saves `tensor`."""
         if os.getpid() != self._pid:  # a forked DataLoader worker inherits hooks, not the threads behind them
             return _Resident(tensor)
-        with self._engine.lock, self._quiet():
+        with self._engine.lock, self.quiet():
             self.on_pack()
             self.num_packed += 1
             why_not = self._why_resident(tensor)
@@ -149,12 +149,12 @@ class SavedTensorHooks:
                 check_not_modified(
                     alias._version, packed.version, alias.dtype, () if alias.is_nested else tuple(alias.shape)
                 )
-            with self._engine.lock, self._quiet():
+            with self._engine.lock, self.quiet():
                 self.mode.unpacking(None, _storage_nbytes(alias), _dtype_name(alias.dtype))
             return alias
         check_not_modified(packed.probe._version, packed.version, packed.dtype, tuple(packed.size))
         engine, record = self._engine, packed.record
-        with engine.lock, self._quiet():
+        with engine.lock, self.quiet():
             self.mode.unpacking(record, record.nbytes, _dtype_name(packed.dtype))
             storage = engine.fetch(record, self.mode.make_room)
             record.release_wanted = False
@@ -181,7 +181,7 @@ class SavedTensorHooks:
     def on_pack(self) -> None:
         """Called before each pack is decided; the session starts an iteration here when none is running."""
 
-    def _quiet(self) -> "_Quiet":
+    def quiet(self) -> "_Quiet":
         """Operations of our own are not the program's: keep them out of a recording."""
         return _Quiet(getattr(self.mode, "recorder", None))
 
@@ -189,7 +189,7 @@ class SavedTensorHooks:
         """Any other event of the clock."""
         if os.getpid() != self._pid:
             return
-        with self._engine.lock, self._quiet():
+        with self._engine.lock, self.quiet():
             self.mode.tick(kind, nbytes)
 
     # --- eligibility -------------------------------------------------------------------------------------------------

@@ -18,6 +18,9 @@ from teraio.runtime.residency import Record
 class Mode(Protocol):
     """Told of every tick of the event clock."""
 
+    learns: bool
+    """Whether what it lets through is not known yet."""
+
     def packed(self, record: Record | None, nbytes: int, dtype: str) -> None:
         """Autograd saved a tensor; `record` is None when its storage stays resident."""
 
@@ -33,9 +36,14 @@ class Mode(Protocol):
     def make_room(self, nbytes: int) -> None:
         """`nbytes` of new memory are about to be taken for a reload."""
 
+    def expect(self, nbytes: int, what: str) -> None:
+        """`what` is about to begin and will take up to `nbytes`; refuse it now rather than half done."""
+
 
 class PassiveMode:
     """No iteration is running: keep, and read back on demand."""
+
+    learns = False
 
     def packed(self, record: Record | None, nbytes: int, dtype: str) -> None:
         """Nothing to decide."""
@@ -52,12 +60,17 @@ class PassiveMode:
     def make_room(self, nbytes: int) -> None:
         """Nothing is known of the level: take it."""
 
+    def expect(self, nbytes: int, what: str) -> None:
+        """Nothing is known of the level: let it begin."""
+
 
 class ReactiveMode:
     """What happens is not what was learnt: every storage that nothing else holds leaves at once, before going on.
 
     It knows no memory level: it keeps the lowest that hooks alone can reach, and takes the peak from the process.
     """
+
+    learns = False
 
     def __init__(self, engine: Engine, grown_nbytes: Callable[[], int]) -> None:
         self._engine = engine
@@ -85,6 +98,9 @@ class ReactiveMode:
     def make_room(self, nbytes: int) -> None:
         """Idle slabs are the only memory that is certainly not needed."""
         self._engine.pool.trim(nbytes)
+
+    def expect(self, nbytes: int, what: str) -> None:
+        """No level is known: let it begin."""
 
     def _evict(self, keep: Record | None = None) -> None:
         engine = self._engine

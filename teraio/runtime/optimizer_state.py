@@ -11,9 +11,12 @@ import torch
 
 from io_backend import Priority
 from lifetime import EventKind
+from teraio.errors import InfeasibleBudgetError
 from teraio.runtime.engine import Engine
 from teraio.runtime.hooks import SavedTensorHooks
+from teraio.runtime.optimizer_step import Chunk
 from teraio.runtime.residency import State, StateRecord
+from teraio.runtime.step_needs import StepNeeds, step_needs
 from teraio.runtime.swap import can_be_exchanged
 
 
@@ -34,6 +37,7 @@ class OptimizerState:
         self._min_nbytes = min_nbytes
         self._records: dict[tuple[int, str], StateRecord] = {}
         self._moving = False
+        self._progress = (0, 0)
         self.largest_chunk_nbytes = 0
         """State of the largest chunk seen."""
 
@@ -67,11 +71,56 @@ class OptimizerState:
 
     # --- chunks ------------------------------------------------------------------------------------------------------
 
+    def before_step(self, chunks: list[Chunk]) -> None:
+        """Make room for the whole step, while nothing of it has been done.
+
+        Raises:
+            InfeasibleBudgetError: It cannot fit. Parameters and state are as they were.
+        """
+        self._progress = (0, sum(len(chunk) for _, chunk in chunks))
+        mode = self._hooks.mode
+        if not mode.learns:
+            return
+        with self._hooks.quiet():
+            needs = [step_needs(self._optimizer, group, chunk) or StepNeeds(0, 0) for group, chunk in chunks]
+        what = f"the step of {type(self._optimizer).__name__}"
+        if not self._moving:
+            try:
+                mode.expect(_whole_need_nbytes(needs), what)
+            except InfeasibleBudgetError:
+                if not self._moving:  # not even now, that other kinds of storage may leave
+                    raise
+        if self._moving:
+            mode.expect(self._largest_chunk_need_nbytes(chunks, needs), what)
+
+    def _largest_chunk_need_nbytes(self, chunks: list[Chunk], needs: list[StepNeeds]) -> int:
+        """What a chunk takes with its own state and that of the next one, which is read meanwhile."""
+        reloads = [
+            sum(self._engine.reload_cost_nbytes(record) for record in self._records_of(chunk) if record.absent)
+            for _, chunk in chunks
+        ]
+        largest_nbytes = 0
+        for need, own_nbytes, following_nbytes in zip(needs, reloads, [*reloads[1:], 0], strict=False):
+            largest_nbytes = max(largest_nbytes, need.peak_nbytes + own_nbytes + following_nbytes)
+        return largest_nbytes
+
+    def after_step(self) -> None:
+        """What is refused from now on interrupts nothing."""
+        self._engine.interrupts = ""
+
     def before_chunk(self, chunk: list[torch.Tensor], upcoming: list[torch.Tensor]) -> None:
         """Tick; then the state of `chunk` is in memory, and that of `upcoming` is being read if there is room."""
         self._hooks.tick(EventKind.OPTIMIZER_CHUNK)
-        if not self._moving:
-            return
+        if self._moving:
+            self._bring(chunk, upcoming)
+        done, total = self._progress
+        self._engine.interrupts = (
+            f"but it was in the middle of an optimizer step, with {done} to {done + len(chunk)} of {total} parameters "
+            "updated; go back to your last checkpoint"
+        )
+        self._progress = (done + len(chunk), total)
+
+    def _bring(self, chunk: list[torch.Tensor], upcoming: list[torch.Tensor]) -> None:
         engine = self._engine
         with engine.lock:
             engine.tidy()
@@ -132,6 +181,15 @@ class OptimizerState:
 
     def _records_of(self, parameters: list[torch.Tensor]) -> list[StateRecord]:
         return [self._record(p, name, tensor) for p in parameters for name, tensor in self._movable(p)]
+
+
+def _whole_need_nbytes(needs: list[StepNeeds]) -> int:
+    """What a step takes whose new state stays in memory."""
+    made_nbytes = peak_nbytes = 0
+    for need in needs:
+        peak_nbytes = max(peak_nbytes, made_nbytes + need.peak_nbytes)
+        made_nbytes += need.new_state_nbytes
+    return peak_nbytes
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -38,8 +38,18 @@ def can_be_chunked(optimizer: torch.optim.Optimizer) -> bool:
     return any(isinstance(optimizer, known) and step is known.step for known in _PER_PARAMETER)
 
 
+Chunk = tuple[dict[str, Any], list[torch.Tensor]]
+"""A parameter group, and those of its parameters that are stepped together."""
+
+
 class ChunkWatcher(Protocol):
     """Told of each chunk; this is where optimizer state comes and goes."""
+
+    def before_step(self, chunks: list[Chunk]) -> None:
+        """`chunks` are about to be stepped, in this order; refuses here what cannot be ended."""
+
+    def after_step(self) -> None:
+        """The step has ended, well or not."""
 
     def before_chunk(self, chunk: list[torch.Tensor], upcoming: list[torch.Tensor]) -> None:
         """`chunk` is about to be stepped, then `upcoming`."""
@@ -112,10 +122,21 @@ class ChunkedStep:
 
     def _update_in_chunks(self, update: Callable[[torch.optim.Optimizer], object]) -> None:
         """Show the optimizer one chunk of one group at a time; whatever happens, it has all of them again after."""
-        optimizer, watcher = self._optimizer, self._watcher
+        watcher = self._watcher
         assert watcher is not None
-        groups = optimizer.param_groups
+        groups = self._optimizer.param_groups
         work = [(group, chunk) for group in groups for chunk in _chunks(group["params"], self._chunk_nbytes)]
+        watcher.before_step(work)
+        try:
+            self._step_chunks(work, update, watcher)
+        finally:
+            watcher.after_step()
+
+    def _step_chunks(
+        self, work: list[Chunk], update: Callable[[torch.optim.Optimizer], object], watcher: ChunkWatcher
+    ) -> None:
+        optimizer = self._optimizer
+        groups = optimizer.param_groups
         for i, (group, chunk) in enumerate(work):
             parameters = group["params"]
             watcher.before_chunk(chunk, work[i + 1][1] if i + 1 < len(work) else [])

@@ -40,6 +40,8 @@ class Learnt:
 class PlannedMode:
     """One run through a learnt iteration."""
 
+    learns = False
+
     def __init__(
         self, engine: Engine, learnt: Learnt, *, offset_nbytes: int, on_mismatch: Callable[[str], None]
     ) -> None:
@@ -154,6 +156,9 @@ class PlannedMode:
     def make_room(self, nbytes: int) -> None:
         """A reload on demand is about to take `nbytes`."""
         self._hold_budget(nbytes, None)
+
+    def expect(self, nbytes: int, what: str) -> None:
+        """The plan knows what each segment needs."""
 
     def _hold_budget(self, nbytes: int, in_use: Record | None) -> None:
         """Wait until `nbytes` more fit; as a last resort release clean storages that the plan wanted to keep."""

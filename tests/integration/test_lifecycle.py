@@ -63,15 +63,28 @@ def test_a_session_is_entered_once(kit: Any) -> None:
 
 
 def test_a_spill_directory_that_cannot_be_used_starts_nothing(kit: Any, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
     model, optimizer, step = kit.training(kit.chain())
     before, threads = kit.traces_left([model], [optimizer]), _io_threads()
-    (tmp_path / "file").write_text("in the way")
-    session = _open(kit, model, optimizer, spill=tmp_path / "file")
+    session = _open(kit, model, optimizer, spill=tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    (tmp_path / "gone").write_text("in the way")
     with pytest.raises(io_backend.SpillDirectoryError):
         session.__enter__()
     assert kit.traces_left([model], [optimizer]) == before
     assert _io_threads() <= threads
     step(0)
+
+
+def test_a_model_or_optimizer_is_in_one_session_at_a_time(kit: Any) -> None:
+    model, optimizer, step = kit.training(kit.chain())
+    with _open(kit, model, optimizer):
+        for second in (_open(kit, model, None), _open(kit, kit.chain(), optimizer)):
+            with pytest.raises(teraio.ConfigError, match="another teraio session"):
+                second.__enter__()
+        step(0)
+    with _open(kit, model, optimizer):
+        step(1)
 
 
 def test_hooks_that_cannot_be_installed_start_nothing(kit: Any) -> None:

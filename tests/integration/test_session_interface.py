@@ -170,6 +170,19 @@ def test_a_plan_for_something_else(kit: Any, tmp_path: Path) -> None:
         kit.run(make, policy=path, config={"strict_plan": True})
 
 
+def test_a_trace_that_cannot_be_written_ends_no_training(kit: Any, tmp_path: Path) -> None:
+    directory = tmp_path / "gone"
+    directory.mkdir()
+    model, optimizer, step = kit.training(kit.chain())
+    config = teraio.Config(allow_unsafe_spill=True)
+    with teraio.offload(model, optimizer, trace_to=directory / "run.trace", config=config) as session:
+        directory.rmdir()
+        for index in range(4):
+            step(index)
+    assert session.report().iterations == 4
+    assert any("trace could not be written" in event for event in session.report().events)
+
+
 def test_trace_to(kit: Any, tmp_path: Path) -> None:
     path = tmp_path / "trace.zip"
     seen = []

@@ -28,7 +28,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("budget negative text", {"budget": "-1GiB"}, "budget"),
     ("budget zero", {"budget": 0}, "budget"),
     ("budget bool", {"budget": True}, "budget"),
-    ("budget float", {"budget": 1.5}, "budget"),
+    ("budget float", {"budget": 0.9}, "budget must be a whole number .* got 0.9 .a share"),
     ("budget list", {"budget": ["1GiB"]}, "budget"),
     ("budget device", {"budget": {"tpu": "1GiB"}}, "budget"),
     ("budget no device", {"budget": {}}, "budget"),
@@ -37,6 +37,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("spill number", {"spill": 5}, "spill"),
     ("spill empty", {"spill": []}, "spill"),
     ("spill mixed", {"spill": ["/tmp", 5]}, "spill"),
+    ("spill nothing", {"spill": ""}, "spill names '', which is no directory"),
+    ("spill not mounted", {"spill": "/not/mounted"}, "spill names '/not/mounted', which does not exist: mount"),
+    ("spill a file", {"spill": __file__}, "which is no directory"),
+    ("spill twice", {"spill": ["/tmp", "/tmp/../tmp"]}, "twice"),
+    ("trace_to a directory", {"trace_to": "/tmp"}, "trace_to is '/tmp', which is a directory"),
+    ("trace_to nowhere", {"trace_to": "/not/there/run.trace"}, "trace_to is '/not/there/run.trace', which lies in"),
     ("kinds unknown", {"kinds": {"weights"}}, "kinds"),
     ("kinds text", {"kinds": "activations"}, "kinds"),
     ("kinds number", {"kinds": 5}, "kinds"),
@@ -67,10 +73,12 @@ def test_a_model_elsewhere() -> None:
         teraio.offload(nn.Linear(4, 4, device="meta"), budget="1GiB")
 
 
-def test_sequences(model: nn.Module) -> None:
+def test_sequences(model: nn.Module, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
     other = nn.Linear(2, 2)
     optimizers = (torch.optim.SGD(model.parameters()), torch.optim.SGD(other.parameters()))
-    session = teraio.offload([model, other], optimizers, budget="1GiB", spill=["/tmp/a", Path("/tmp/b")])
+    session = teraio.offload([model, other], optimizers, budget="1GiB", spill=[str(tmp_path / "a"), tmp_path / "b"])
     assert session.last_step is None
 
 

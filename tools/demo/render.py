@@ -20,7 +20,10 @@ from .worker_process import OnStep, SegmentRecord
 
 @contextmanager
 def progress_line(num_steps: int) -> Iterator[OnStep]:
-    """A progress bar while the block runs, if stderr is a terminal; gives the function to call after each step."""
+    """A progress bar while the block runs, or a line for each segment where stderr is no terminal.
+
+    Gives the function to call after each step.
+    """
     columns = (
         TextColumn("{task.description:<24}"),
         BarColumn(),
@@ -33,6 +36,8 @@ def progress_line(num_steps: int) -> Iterator[OnStep]:
         task = progress.add_task("starting", total=num_steps)
 
         def on_step(spec: SegmentSpec, num_done: int, step_s: float) -> None:
+            if not console.is_terminal and num_done == 1:  # a log wants a line now and then
+                console.print(f"training: {spec.name}", soft_wrap=True)
             progress.update(task, advance=1, description=f"{spec.name}: {format_seconds(step_s)} a step")
 
         yield on_step

@@ -140,14 +140,22 @@ def hash_weights(model: "nn.Module") -> str:
 
 
 def _load_offload(spec: SegmentSpec) -> int | None:
-    """Load teraio where the segment uses it, and return its budget in bytes (``None``: not used, or the default)."""
+    """Load teraio where the segment uses it, and return its budget in bytes (``None``: not used, or the default).
+
+    The measuring segment is the first: it refuses here what the later ones could not use.
+    """
     if spec.mode == "plain" and not spec.exact_malloc:
         return None
     import teraio
 
     if spec.exact_malloc:
+        from io_backend import SpillDirectory
+        from teraio.arguments import resolve_policy, spill_directories
         from teraio.runtime.process_memory import use_exact_malloc
 
+        resolve_policy(spec.policy)
+        for directory in spill_directories(spec.spill):
+            SpillDirectory.create(directory).close()
         use_exact_malloc()
     return teraio.parse_nbytes(spec.budget) if isinstance(spec.budget, str) else spec.budget
 
