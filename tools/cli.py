@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
+from .bench import command as bench
 from .demo import command as demo
 from .errors import CommandError
 
@@ -32,7 +33,7 @@ class Command(Protocol):
         """Do it, and return the exit code."""
 
 
-COMMANDS: tuple[Command, ...] = (demo,)
+COMMANDS: tuple[Command, ...] = (demo, bench)
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -29,6 +29,11 @@ from tools.errors import CommandError, UsageError
         (["demo", "--mode", "plain", "--budget", "1GiB"], "--budget"),
         (["demo", "--json", "/no/such/directory/result.json"], "/no/such/directory"),
         (["demo", "--what"], "--what"),
+        (["bench"], "BENCHMARK"),
+        (["bench", "io"], "DIR"),
+        (["bench", "io", "/no/such/directory"], "/no/such/directory"),
+        (["bench", "io", ".", "--rounds", "0"], "--rounds"),
+        (["bench", "io", ".", "--json", "/no/such/directory/result.json"], "/no/such/directory"),
     ],
 )
 def test_wrong_usage_is_one_line_and_code_2(argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +46,7 @@ def test_wrong_usage_is_one_line_and_code_2(argv: list[str], expected: str, caps
     assert expected in err
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["demo", "--help"], ["--version"]])
+@pytest.mark.parametrize("argv", [["--help"], ["demo", "--help"], ["bench", "io", "--help"], ["--version"]])
 def test_asking_for_help_succeeds(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(argv) == 0
     assert "teraio" in capsys.readouterr().out
@@ -63,7 +68,7 @@ def test_errors_become_exit_codes(
 
 def test_the_command_itself_loads_neither_torch_nor_teraio() -> None:
     code = (
-        "import sys, tools.cli; tools.cli.main(['demo', '--help']); "
+        "import sys, tools.cli; tools.cli.main(['demo', '--help']); tools.cli.main(['bench', 'io', '--help']); "
         "assert not {'torch', 'teraio', 'lifetime', 'io_backend'} & set(sys.modules), 'loaded'"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
