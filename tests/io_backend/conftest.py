@@ -6,6 +6,8 @@ The rule: growth steps and reserves are small here, so that no test depends on h
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +21,15 @@ from io_backend.host_store import HostStore
 from io_backend.testing import FaultStore, MemoryStore
 
 MIB = 1 << 20
-ONE_QUEUE = ("posix-direct", "posix-buffered", "posix-misaligned", "memory", "fault", "host")
-KINDS = (*ONE_QUEUE, "posix-two-directories")
+STAND_IN_DRIVER = os.environ.get("TERAIO_STAND_IN_DRIVER", "")
+"""Set by `test_kvikio` for a process of its own: a library that poses as the CUDA driver."""
+if STAND_IN_DRIVER:
+    ctypes.CDLL(STAND_IN_DRIVER, mode=ctypes.RTLD_GLOBAL)
+
+ONE_QUEUE: tuple[str, ...] = ("posix-direct", "posix-buffered", "posix-misaligned", "memory", "fault", "host")
+KINDS: tuple[str, ...] = (*ONE_QUEUE, "posix-two-directories")
+if STAND_IN_DRIVER:
+    KINDS = ONE_QUEUE = ("kvikio",)
 
 
 def make_config(**changes: object) -> BackendConfig:
@@ -63,6 +72,8 @@ def build(kind: str, path: Path, **changes: object) -> Store:
         return HostStore(make_config(**changes), capacity_nbytes=1 << 30)
     if kind == "posix-two-directories":
         return open_store([path / "one", path / "two"], config=make_config(**changes))
+    if kind == "kvikio":
+        return open_store(path, config=make_config(**changes), backend="kvikio")
     return open_store(path, config=make_config(direct_io=kind != "posix-buffered", **changes))
 
 
