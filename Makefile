@@ -5,6 +5,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# The real KvikIO for its tests, without the 2 GB of CUDA libraries that it needs on a GPU.
+KVIKIO := kvikio-cu13==26.10.0 libkvikio-cu13==26.10.0 rapids-logger==0.3.0 cuda-pathfinder==1.9.1 \
+          nvidia-cufile==1.20.0.107
 BENCH  := $(wildcard tools/bench.py tools/bench/__main__.py)
 
 .DEFAULT_GOAL := test
@@ -40,4 +43,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/dev/null
 	@echo "installing teraio and its checks into $(VENV) (the first time this takes a minute or more)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps $(KVIKIO) 2>/dev/null \
+	  || echo "KvikIO cannot be installed here: the tests of its store will be skipped"
 	@touch $@
