@@ -27,8 +27,9 @@ class BackendConfig:
     chunk_nbytes: int = 16 * _MIB
     """Bytes per system call, a multiple of 4096. From 4 MiB on one thread keeps a disk busy; larger cost less CPU."""
 
-    num_workers: int = 2
-    """I/O threads per spill directory. Two: one for background writes, one always free for an urgent read."""
+    num_workers: int = 3
+    """I/O threads per spill directory. Three: two for background writes, so that the device has the next one while one
+    ends, and one that is always free for an urgent read."""
 
     bounce_nbytes: int = 8 * _MIB
     """Bytes of staging memory per worker, a multiple of 4096. Allocated at first use, only for unaligned buffers."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _NOT_THIS_WAY = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _MAX_RETRIES = 100
 _RETRY_PAUSE_S = 0.001
+_STRAIGHT = TransferOutcome("posix-direct")
 
 
 def transfer(
@@ -46,10 +47,13 @@ def transfer(
         ShortTransferError: No progress. Part of the bytes may have moved.
         OSError: As the system reports it. Part of the bytes may have moved.
     """
+    aligned = memory.address % file.memory_alignment == 0
+    if aligned and memory.nbytes <= chunk_nbytes and _in_one_call(operation, file, offset, memory):
+        return _STRAIGHT
     chunk_nbytes = -(-chunk_nbytes // file.block_nbytes) * file.block_nbytes
     move = functools.partial(_move, operation, file.name, chunk_nbytes=chunk_nbytes)
     if file.direct_fd is not None:
-        rungs = [_bounced] if memory.address % file.memory_alignment else [_straight, _bounced]
+        rungs = [_straight, _bounced] if aligned else [_bounced]
         for rung in rungs:
             try:
                 return TransferOutcome("posix-direct", rung(operation, move, file, offset, memory, bounces))
@@ -59,6 +63,21 @@ def transfer(
                     raise
     _buffered(operation, move, file, offset, memory, chunk_nbytes)
     return TransferOutcome("posix-buffered")
+
+
+def _in_one_call(operation: Operation, file: SpillFile, offset: int, memory: Memory) -> bool:
+    """The common case, without what else may be needed: that costs more processor time than the call itself.
+
+    Gives whether all bytes have moved; if not, nothing is known of them.
+    """
+    if file.direct_fd is None or memory.nbytes % file.block_nbytes:
+        return False
+    try:
+        return _call(operation, file.direct_fd, [memory.view()], offset, 0) == memory.nbytes
+    except OSError as error:
+        if error.errno not in _NOT_THIS_WAY:
+            raise
+        return False
 
 
 def transfer_together(

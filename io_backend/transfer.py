@@ -191,14 +191,15 @@ class Transfer:
         """Refuse to read what was never, or not successfully, written: the space may hold a former owner's bytes."""
         if self.operation == "write" or self.extent.nbytes == 0:
             return
+        reason = self.source.exception() if self.source is not None else None
+        if self.filled and reason is None:
+            return
         what = f"read of {self.extent} in {self.transport.location(self.extent)}"
         if not self.filled:
             raise CorruptExtentError(f"{what}: nothing was ever written to it")
-        reason = self.source.exception() if self.source is not None else None
-        if reason is not None:
-            raise CorruptExtentError(
-                f"{what}: the write before it did not succeed, so it holds no valid bytes. The write's error: {reason}"
-            ) from reason
+        raise CorruptExtentError(
+            f"{what}: the write before it did not succeed, so it holds no valid bytes. The write's error: {reason}"
+        ) from reason
 
     def _check_sums(self) -> None:
         expected, extent = self.record.sums, self.extent

@@ -162,7 +162,7 @@ class WorkerPool:
                 entry = self._inbox.popleft()
                 heapq.heappush(self._background_writes if _is_background_write(entry[3]) else self._foreground, entry)
             claimed = self._claim_best()
-            more = bool(self._foreground or self._background_writes)
+            more = bool(self._foreground) or (bool(self._background_writes) and self._background_allowed())
         if claimed is not None and more:
             # This worker may have swallowed the wake-up meant for another one: pass it on.
             self._wake.put(None)
@@ -170,10 +170,9 @@ class WorkerPool:
 
     def _claim_best(self) -> tuple[list[QueuedTicket], bool] | None:
         """Pop entries until one can be claimed; stale ones (cancelled, or queued twice) drop out here."""
-        most_background = max(1, self.num_workers - 1)
         while True:
             candidates = [self._foreground] if self._foreground else []
-            if self._background_writes and self._num_background_running < most_background:
+            if self._background_writes and self._background_allowed():
                 candidates.append(self._background_writes)
             if not candidates:
                 return None
@@ -185,15 +184,15 @@ class WorkerPool:
                 self._num_background_running += background
                 return [ticket, *_claim_joining(heap, work)], background
 
+    def _background_allowed(self) -> bool:
+        return self._num_background_running < max(1, self.num_workers - 1)
+
     def run(self, tickets: list[QueuedTicket], *, background: bool) -> None:
         """Run claimed tickets' work and finish them with its outcome; both arguments as ``take`` gave them."""
         errors = _outcomes(tickets)
         if background:
             with self._lock:
-                self._num_background_running -= 1
-                more = bool(self._background_writes)
-            if more:
-                self._wake.put(None)
+                self._num_background_running -= 1  # this worker looks for the next one itself
         for ticket, error in zip(tickets, errors, strict=True):
             ticket.finish(error)
 

@@ -243,7 +243,7 @@ def test_no_o_direct_at_all(make_case: Callable[..., Case], monkeypatch: pytest.
 
 def test_large_buffers_cross_chunks_and_bounces(make_case: Callable[..., Case]) -> None:
     for kind in POSIX:
-        case = make_case(kind, chunk_nbytes=8192, bounce_nbytes=16384)
+        case = make_case(kind, chunk_nbytes=8192, bounce_nbytes=16384, num_workers=2)
         data, back = case.random(100_001), case.empty(100_001)
         extent = case.store.allocate(100_001)
         submit(case, "write", extent, data)

@@ -44,7 +44,7 @@ def test_an_unclosed_store_is_collected(tmp_path: Path) -> None:
     extent = store.allocate(100)
     store.write(b"x" * 100, extent).wait(20)
     reference = weakref.ref(store)
-    assert len(io_threads()) == 2
+    assert len(io_threads()) == BackendConfig().num_workers
     del store
     gc.collect()
     assert reference() is None

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from io_backend import BackendError, BackendUnavailableError, CorruptExtentError, Priority, Store
+from io_backend import BackendConfig, BackendError, BackendUnavailableError, CorruptExtentError, Priority, Store
 
 if TYPE_CHECKING:
     from conftest import Case
@@ -322,7 +322,7 @@ def test_background_writes_leave_one_worker_free(case: Case) -> None:
     case.store.write(data, extent, priority=Priority.URGENT)
     case.store.read(extent, back).wait(TIMEOUT_S)
     assert np.array_equal(back, data)
-    workers = 4 if case.kind == "posix-two-directories" else 2
+    workers = BackendConfig().num_workers * (2 if case.kind == "posix-two-directories" else 1)
     assert sum(gate.reached.is_set() for gate in gates) <= workers - 1
     for gate in gates:
         gate.opened.set()
