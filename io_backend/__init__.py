@@ -6,6 +6,7 @@ It does not know tensors' meaning, plans or autograd: the packages above do.
 Rule: this module only re-exports; importing it opens nothing, starts no thread and does not import torch.
 """
 
+from io_backend.calibration import Calibration, DeviceCalibration, calibrate, load_calibration
 from io_backend.config import BackendConfig
 from io_backend.errors import (
     BackendError,
@@ -18,6 +19,7 @@ from io_backend.errors import (
 from io_backend.host_memory import free_nbytes
 from io_backend.host_store import HostStore
 from io_backend.opening import open_store
+from io_backend.orphans import Reclaimed, reclaim
 from io_backend.posix_store import PosixStore
 from io_backend.spill_directory import SpillDirectory
 from io_backend.store import DeviceStatistics, Extent, Priority, Store, StoreStatistics
@@ -27,12 +29,15 @@ __all__ = [
     "BackendConfig",
     "BackendError",
     "BackendUnavailableError",
+    "Calibration",
     "CorruptExtentError",
+    "DeviceCalibration",
     "DeviceStatistics",
     "Extent",
     "HostStore",
     "PosixStore",
     "Priority",
+    "Reclaimed",
     "ShortTransferError",
     "SpillDirectory",
     "SpillDirectoryError",
@@ -40,6 +45,9 @@ __all__ = [
     "Store",
     "StoreStatistics",
     "Ticket",
+    "calibrate",
     "free_nbytes",
+    "load_calibration",
     "open_store",
+    "reclaim",
 ]

@@ -15,6 +15,7 @@ from typing import Self
 import torch
 
 from io_backend import BackendConfig, Store, open_store
+from io_backend.user_cache import default_spill_directory
 from lifetime import Trace
 from lifetime.optimizer_steps import settle_hooks
 from teraio.arguments import (
@@ -23,7 +24,6 @@ from teraio.arguments import (
     check_device,
     check_kinds,
     check_state_fits,
-    default_spill_directory,
     resolve_budget_nbytes,
     resolve_policy,
     spill_directories,
