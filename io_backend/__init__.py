@@ -18,6 +18,7 @@ from io_backend.errors import (
 )
 from io_backend.host_memory import free_nbytes
 from io_backend.host_store import HostStore
+from io_backend.ledger import Ledger, read_ledger
 from io_backend.opening import open_store
 from io_backend.orphans import Reclaimed, reclaim
 from io_backend.posix_store import PosixStore
@@ -35,6 +36,7 @@ __all__ = [
     "DeviceStatistics",
     "Extent",
     "HostStore",
+    "Ledger",
     "PosixStore",
     "Priority",
     "Reclaimed",
@@ -49,5 +51,6 @@ __all__ = [
     "free_nbytes",
     "load_calibration",
     "open_store",
+    "read_ledger",
     "reclaim",
 ]

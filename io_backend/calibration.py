@@ -242,7 +242,7 @@ def _measure(root: Path, directory: SpillDirectory, seconds: float, most_nbytes:
             f"{root} has {free_nbytes} bytes free (limit {most_nbytes}), too few to measure its speed in a tenth of "
             "them. Free some, or name another directory"
         )
-    config = BackendConfig(num_workers=disk_trials.MOST_THREADS)
+    config = BackendConfig(num_workers=disk_trials.MOST_THREADS, starts_ledger=False)
     with contextlib.closing(PosixStore(directory, config)) as store:
         found = disk_trials.DiskTrials(store, span_nbytes=span_nbytes, seconds=seconds).run()
         file = store.file
