@@ -55,6 +55,10 @@ class BackendConfig:
     coalesce_nbytes: int = 1 * _MIB
     """Queued transfers up to this size that lie side by side in the file go in one system call. 0: never."""
 
+    starts_ledger: bool = True
+    """Count bytes written and read in a small file in the spill directory (`read_ledger`). Off: only in one that is
+    there already, for measurements, which leave nothing behind."""
+
     io_timeout_s: float = 120.0
     """Seconds ``Ticket.wait()`` waits when not told otherwise. Far above any healthy transfer."""
 

@@ -1,7 +1,7 @@
 """What stores on one spill file share: the file, its free ranges, its growth, its mappings.
 
-Covers joining the allocator and the file under the queue. It does not move a byte: ``posix_store`` and
-``kvikio_store`` do.
+Covers joining the allocator and the file under the queue, and entering what was moved in the ledger. It does not move
+a byte: ``posix_store`` and ``kvikio_store`` do.
 
 Rules:
 - The store owns its directory and file from construction on, also when the construction fails.
@@ -13,16 +13,20 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 from io_backend.config import BackendConfig
 from io_backend.errors import BackendError
 from io_backend.extents import ExtentAllocator
+from io_backend.ledger import LedgerKeeper
 from io_backend.queued_store import QueuedStore, Space
 from io_backend.spill_file import SpillFile
 from io_backend.store import DeviceStatistics, Extent
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from io_backend.quota import Quota
     from io_backend.spill_directory import SpillDirectory
 
@@ -49,12 +53,16 @@ class FileStore(QueuedStore):
         """
         self._directory = directory
         self._file: SpillFile | None = None
+        self._enter_ledger: Callable[[], object] | None = None
         self._growth_lock = threading.Lock()  # taken before nothing else; the store's lock may be held around it
         self._grows_ahead = True
         try:
             self._file = SpillFile(directory, config, quota)
             self._allocator = ExtentAllocator(self._file.granule_nbytes)
             super().__init__(config.num_workers, config)
+            self._ledger = LedgerKeeper(directory.root, self.meter, starts=config.starts_ledger)
+            # A store that nobody closes is entered when it is collected, or at the interpreter's exit.
+            self._enter_ledger = weakref.finalize(self, self._ledger.close)
         except BaseException:
             self._release()
             raise
@@ -100,7 +108,8 @@ class FileStore(QueuedStore):
         return (DeviceStatistics(str(self._directory.root), written_nbytes, read_nbytes),)
 
     def maintain(self) -> None:
-        """Grow the file one step ahead of need, on the worker that has just ended a transfer."""
+        """Keep the ledger and grow the file one step ahead of need, on the worker that has just ended a transfer."""
+        self._ledger.tick()
         step_nbytes = self.config.growth_nbytes
         allocator = self._allocator
         almost_full = allocator.size_nbytes > 0 and allocator.free_nbytes < step_nbytes // _AHEAD_DIVISOR
@@ -124,6 +133,8 @@ class FileStore(QueuedStore):
         return self.file.name
 
     def _release(self) -> None:
+        if self._enter_ledger is not None:
+            self._enter_ledger()
         if self._file is not None:
             self._file.close()
         self._directory.close()

@@ -84,6 +84,11 @@ class Meter:
             self._paths = {}
             self._bounced_nbytes = 0
 
+    def moved_nbytes(self) -> tuple[int, int]:
+        """Bytes written and read so far. Takes no lock, so that a garbage collection may ask: each number is right."""
+        totals = self._totals
+        return totals["write"].nbytes, totals["read"].nbytes
+
     def snapshot(self) -> tuple[DirectionTotals, DirectionTotals, dict[str, int], int]:
         """Totals of writes and of reads (running ones included in the busy time), bytes by path, bounced bytes."""
         now_s = time.monotonic()

@@ -26,6 +26,12 @@ class Mount:
 
     mount_point: str
     file_system: str
+    source: str = ""
+    """What is mounted, often a device node."""
+    options: tuple[str, ...] = ()
+    """Of the mount and of the file system."""
+    device_number: str = ""
+    """``major:minor``; not stable between boots, and 0 as the major where there is no block device."""
 
 
 def unsafe_reason(file_system: str) -> str | None:
@@ -65,7 +71,18 @@ def _parse_line(line: str) -> Mount | None:
     fields, tail = left.split(" "), right.split(" ")
     if not separator or len(fields) < 5:
         return None
-    return Mount(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4]), tail[0])
+    options = [*(fields[5].split(",") if len(fields) > 5 else []), *(tail[2].split(",") if len(tail) > 2 else [])]
+    return Mount(
+        mount_point=_unescape(fields[4]),
+        file_system=tail[0],
+        source=_unescape(tail[1]) if len(tail) > 1 else "",
+        options=tuple(dict.fromkeys(options)),
+        device_number=fields[2],
+    )
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def _holds(mount_point: str, path: str) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from io_backend.calibration import Calibration
 from io_backend.config import BackendConfig
 from io_backend.errors import BackendUnavailableError
 from io_backend.posix_store import PosixStore
@@ -75,9 +76,20 @@ def open_store(
             opened.callback(members[-1].close)
         store: Store = members[0]
         if len(members) > 1:
-            store = StripedStore(members, names=[str(root) for root in roots], on_event=on_event or _logger.warning)
+            store = StripedStore(
+                members,
+                names=[str(root) for root in roots],
+                on_event=on_event or _logger.warning,
+                weights=_measured_speeds(roots),
+            )
         opened.pop_all()
     return store
+
+
+def _measured_speeds(roots: Sequence[str | os.PathLike[str]]) -> list[float] | None:
+    """Bytes a second of each directory as measured before; ``None`` unless all were: one scale for all or none."""
+    calibration = Calibration.load(roots)
+    return None if calibration is None else [device.combined_bytes_per_s for device in calibration.devices]
 
 
 def _transport(backend: str) -> Callable[[SpillDirectory, BackendConfig, Quota], FileStore]:

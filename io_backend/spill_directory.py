@@ -1,13 +1,11 @@
 """The directory a session spills into, leased for as long as the process lives.
 
 Covers creating a private session directory, proving that its owner lives (a lock the kernel releases at any death),
-taking away what dead sessions left, and refusing places that make no sense.
+and refusing places that make no sense. What dead sessions left is taken away by ``orphans``.
 It does not know what is inside the files; ``spill_file`` opens them without a name, so a crash leaves no bytes behind.
 
-Rules:
-- Never touch what is not ours: only directories of our naming, owned by this user, not links, whose lease nobody holds.
-- Creating and reclaiming happen under a lock on the root directory, so a session directory whose lease is not locked
-  is dead, never one that is just being made.
+Rule: creating and reclaiming happen under a lock on the root directory (``spill_root``), so a session directory whose
+lease is not locked is dead, never one that is just being made.
 """
 
 from __future__ import annotations
@@ -15,23 +13,16 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import re
 import secrets
-import stat
-import time
 import weakref
 from pathlib import Path
 
 from io_backend.errors import SpillDirectoryError
 from io_backend.mounts import find_mount, unsafe_reason
+from io_backend.orphans import reclaim_locked
+from io_backend.spill_root import LEASE, PREFIX, lock_root, open_root
 
 _logger = logging.getLogger(__name__)
-_PREFIX = "teraio"
-_SESSION_NAME = re.compile(rf"{_PREFIX}-\d+-[0-9a-f]{{12}}")
-_OWN_FILE_NAME = re.compile(r"lease|spill-[0-9a-f]{12}\.bin")
-_LEASE = "lease"
-_ROOT_LOCK_TIMEOUT_S = 10.0
-_ROOT_LOCK_POLL_S = 0.01
 
 
 class SpillDirectory:
@@ -72,14 +63,14 @@ class SpillDirectory:
             )
         try:
             root_path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            root_fd = os.open(root_path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            root_fd = open_root(root_path)
         except OSError as error:
             raise SpillDirectoryError(
                 error.errno, f"cannot use {root_path} for spilling: {error.strerror}. Name a directory you may write to"
             ) from error
         try:
-            _lock_root(root_fd, root_path)
-            _reclaim(root_fd, root_path)
+            lock_root(root_fd, root_path)
+            reclaim_locked(root_fd, root_path)
             name, lease_fd = _make_session(root_fd, root_path)
         finally:
             os.close(root_fd)  # releases the lock on the root as well
@@ -95,32 +86,12 @@ class SpillDirectory:
         self._finalizer()
 
 
-def _lock_root(root_fd: int, root: Path) -> None:
-    """Take the lock that serialises create and reclaim; the kernel drops it if this process dies meanwhile."""
-    deadline_s = time.monotonic() + _ROOT_LOCK_TIMEOUT_S
-    while True:
-        try:
-            fcntl.flock(root_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError as error:
-            if time.monotonic() >= deadline_s:
-                raise SpillDirectoryError(
-                    f"another process has held the lock of {root} for {_ROOT_LOCK_TIMEOUT_S:g} s; it creates a session "
-                    "there, or is stopped. Resume or end it (`fuser` shows it), or name another directory"
-                ) from error
-        except OSError as error:
-            raise SpillDirectoryError(
-                error.errno, f"{root} does not support file locks ({error.strerror}); name a directory on a local disk"
-            ) from error
-        time.sleep(_ROOT_LOCK_POLL_S)
-
-
 def _make_session(root_fd: int, root: Path) -> tuple[str, int]:
     """Create the directory and its locked lease; the name and the lease's descriptor. Call under the root lock."""
-    name = f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(6)}"
+    name = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(6)}"
     try:
         os.mkdir(name, mode=0o700, dir_fd=root_fd)
-        lease_fd = os.open(f"{name}/{_LEASE}", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=root_fd)
+        lease_fd = os.open(f"{name}/{LEASE}", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=root_fd)
     except OSError as error:
         raise SpillDirectoryError(
             error.errno,
@@ -130,58 +101,11 @@ def _make_session(root_fd: int, root: Path) -> tuple[str, int]:
     return name, lease_fd
 
 
-def _reclaim(root_fd: int, root: Path) -> None:
-    """Remove the session directories of dead owners; failures are logged, never raised. Call under the root lock."""
-    for name in os.listdir(root_fd):
-        if not _SESSION_NAME.fullmatch(name):
-            continue
-        try:
-            _reclaim_one(root_fd, name)
-        except OSError as error:
-            _logger.info("left %s alone: %s", root / name, error)
-
-
-def _reclaim_one(root_fd: int, name: str) -> None:
-    """Remove one session directory if it is ours and nobody holds its lease."""
-    # O_NOFOLLOW: a link in our naming could point at anything.
-    session_fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
-    try:
-        if os.fstat(session_fd).st_uid != os.geteuid() or not _lease_is_free(session_fd):
-            return
-        _empty_and_remove(root_fd, name, session_fd)
-    finally:
-        os.close(session_fd)
-
-
-def _lease_is_free(session_fd: int) -> bool:
-    """Whether the owner is dead. No lease at all means it died between creating the directory and the lease."""
-    try:
-        lease_fd = os.open(_LEASE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=session_fd)
-    except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(lease_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(lease_fd)
-    return True
-
-
-def _empty_and_remove(root_fd: int, name: str, session_fd: int) -> None:
-    """Remove our files, then the directory, which fails (and should) if something foreign is in it."""
-    for entry in os.listdir(session_fd):
-        is_file = stat.S_ISREG(os.stat(entry, dir_fd=session_fd, follow_symlinks=False).st_mode)
-        if is_file and _OWN_FILE_NAME.fullmatch(entry):
-            os.unlink(entry, dir_fd=session_fd)
-    os.rmdir(name, dir_fd=root_fd)
-
-
 def _remove_own(path: str, lease_fd: int, owner_pid: int) -> None:
     """Give up a session directory; module-level so that the finalizer does not hold the object."""
     try:
         if os.getpid() == owner_pid:
-            os.unlink(f"{path}/{_LEASE}")
+            os.unlink(f"{path}/{LEASE}")
             os.rmdir(path)
     except OSError as error:
         _logger.info("could not remove the session directory %s: %s", path, error)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from io_backend.user_cache import default_spill_directory
 from teraio.budget import default_budget_nbytes
 from teraio.errors import ConfigError, InfeasibleBudgetError
 from teraio.planner.plan import Plan
@@ -18,20 +19,11 @@ from teraio.planner.policies import POLICIES
 from teraio.runtime.swap import can_exchange
 from teraio.sizes import format_nbytes, parse_nbytes
 from teraio.state_size import state_nbytes
-from teraio.user_cache import user_cache_directory
 
 _SUSPICIOUS_NBYTES = 1 << 16
 """A budget below this was probably meant in another unit."""
 
 Budget = int | str | Mapping[Any, int | str] | None
-
-
-def default_spill_directory() -> Path:
-    """Where spill files go when nothing is said: ``$TERAIO_SPILL``, else ``teraio`` in the user's cache directory."""
-    given = os.environ.get("TERAIO_SPILL")
-    if given:
-        return Path(given)
-    return user_cache_directory() / "teraio"
 
 
 def spill_directories(spill: str | Path | Sequence[str | Path] | None) -> list[Path]:

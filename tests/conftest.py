@@ -175,8 +175,11 @@ def open_fds() -> Counter[str]:
 
 
 def watched_files(spill: Path, cwd: Path) -> frozenset[Path]:
-    """List session directories in the spill and the cache directory, and what lies in the working directory."""
-    found = set(spill.glob("teraio-*"))
+    """List session directories in the spill and the cache directory, and what lies in the working directory.
+
+    The ledger of a spill directory is meant to stay, so it is no leak.
+    """
+    found = {path for path in spill.glob("teraio-*") if not path.name.startswith("teraio-ledger-")}
     # The default place is shared with every other run of the same user: look for this process's own sessions.
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "teraio"
     found.update(cache.glob(f"teraio-{os.getpid()}-*"))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from io_backend.ledger import ledger_name
+
 ROOT = Path(__file__).parents[2]
 TRAIN = textwrap.dedent(
     """
@@ -60,4 +62,5 @@ def test_killed_run_holds_no_space_and_the_next_starts(tmp_path: Path, after_ste
         out, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     assert out.count("step") == 2
-    assert list(spill.iterdir()) == [], "the session directory of the killed run is reclaimed"
+    left = [path.name for path in spill.iterdir()]
+    assert left == [ledger_name()], "the session directory of the killed run is reclaimed, the ledger stays"

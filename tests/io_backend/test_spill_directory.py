@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from io_backend import SpillDirectory, SpillDirectoryError
-from io_backend import spill_directory as module
+from io_backend import spill_root as module
 from io_backend.mounts import find_mount, unsafe_reason
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -153,7 +153,7 @@ def test_a_forked_child_removes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_held_root_lock_is_an_error_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ROOT_LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.05)
     holder = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(holder, fcntl.LOCK_EX)

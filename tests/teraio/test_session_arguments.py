@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import teraio
-from teraio.arguments import default_spill_directory
+from io_backend.user_cache import default_spill_directory
 
 
 @pytest.fixture

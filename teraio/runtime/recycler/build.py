@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from teraio.user_cache import user_cache_directory
+from io_backend.user_cache import user_cache_directory
 
 SOURCE = Path(__file__).with_name("recycler.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
