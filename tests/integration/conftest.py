@@ -375,7 +375,7 @@ def kit() -> type[Kit]:
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultStore]:
     """The store that the next session opens: in memory, with a script that is empty so far."""
-    store = FaultStore(MemoryStore(BackendConfig(verify=True)))
+    store = FaultStore(MemoryStore(BackendConfig(num_workers=2, verify=True)))
     monkeypatch.setattr("teraio.session.open_store", lambda *_, **__: store)
     yield store
     store.close()

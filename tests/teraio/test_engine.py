@@ -44,7 +44,7 @@ def _no_room_needed(nbytes: int) -> None:
 
 @pytest.fixture
 def store() -> Iterator[FaultStore]:
-    store = FaultStore(MemoryStore())
+    store = FaultStore(MemoryStore(BackendConfig(num_workers=2)))  # one of them for background writes
     yield store
     store.close()
 
@@ -286,7 +286,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(verify=st.booleans())
     def start(self, verify: bool) -> None:
-        self.store = FaultStore(MemoryStore(BackendConfig(verify=verify)))
+        self.store = FaultStore(MemoryStore(BackendConfig(num_workers=2, verify=verify)))
         self.engine = Engine(self.store, 1 << 30, EventLog(), io_timeout_s=30.0)
         self.records: dict[int, Record] = {}
         self.expected: dict[int, bytes] = {}
