@@ -212,6 +212,7 @@ def calibrate(
         SpillDirectoryError: A directory cannot be used.
         StorageFullError: It has too little space for a measurement, some 80 MiB.
         BackendError: A transfer failed: the directory is not fit for use.
+        TimeoutError: A transfer did not end.
     """
     if not seconds > 0:
         raise ValueError(f"seconds is {seconds}, expected more than 0; 3 is usual")

@@ -14,7 +14,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
+from .clean import command as clean
 from .demo import command as demo
+from .doctor import command as doctor
 from .errors import CommandError
 
 DISTRIBUTION = "teraio"
@@ -32,7 +34,7 @@ class Command(Protocol):
         """Do it, and return the exit code."""
 
 
-COMMANDS: tuple[Command, ...] = (demo,)
+COMMANDS: tuple[Command, ...] = (demo, doctor, clean)
 
 
 class OneLineParser(argparse.ArgumentParser):
