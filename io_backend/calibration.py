@@ -88,9 +88,11 @@ class DeviceCalibration:
             expected = _TYPES[str(field.type)]
             if not isinstance(value, expected) or isinstance(value, bool):
                 raise ValueError(f"{field.name} is {value!r}, expected {field.type}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{field.name} is {value!r}, expected a finite number")
         for name in _MUST_BE_POSITIVE:
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, expected a finite number above 0")
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected more than 0")
 
     @property
     def combined_bytes_per_s(self) -> float:
@@ -105,7 +107,7 @@ class DeviceCalibration:
 
     @property
     def num_workers(self) -> int:
-        """``BackendConfig.num_workers`` that suits: one more than nothing, so that a read need not wait for a write."""
+        """``BackendConfig.num_workers`` that suits: at least 2, so that a read need not wait for a write."""
         return max(2, self.num_threads)
 
 
@@ -212,6 +214,7 @@ def calibrate(
         SpillDirectoryError: A directory cannot be used.
         StorageFullError: It has too little space for a measurement, some 80 MiB.
         BackendError: A transfer failed: the directory is not fit for use.
+        TimeoutError: A transfer did not end.
     """
     if not seconds > 0:
         raise ValueError(f"seconds is {seconds}, expected more than 0; 3 is usual")

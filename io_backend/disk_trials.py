@@ -20,7 +20,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from io_backend.buffers import Memory, aligned_memory, copy_bytes, resolve
 from io_backend.store import Priority
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from io_backend.posix_store import PosixStore
     from io_backend.store import Extent, Operation
     from io_backend.ticket import Ticket
+
+    _Ended: TypeAlias = tuple[Operation, Memory, Ticket]
 
 _MIB = 1 << 20
 MOST_THREADS = 4
@@ -118,6 +120,7 @@ class DiskTrials:
 
         Raises:
             BackendError: A transfer failed.
+            TimeoutError: A transfer did not end.
         """
         self._fill()
         latency_s = self._latency_s()
@@ -216,7 +219,7 @@ class DiskTrials:
 
     def _trial(self, in_flight: Mapping[Operation, int], duration_s: float) -> Rate:
         """Keep so many transfers of each direction running for a while, then let them end."""
-        ended: queue.SimpleQueue[tuple[Operation, Memory, Ticket]] = queue.SimpleQueue()
+        ended: queue.SimpleQueue[_Ended] = queue.SimpleQueue()
         moved: dict[Operation, int] = dict.fromkeys(in_flight, 0)
         buffers = iter(self._buffers)
 
@@ -231,7 +234,7 @@ class DiskTrials:
                 start(operation, next(buffers))
                 num_running += 1
         while num_running:
-            operation, memory, ticket = ended.get(timeout=self._store.config.io_timeout_s)
+            operation, memory, ticket = self._next_of(ended)
             ticket.wait()  # it has ended: this raises what it failed with
             moved[operation] += ticket.nbytes
             if time.perf_counter() - started_s < duration_s:
@@ -239,6 +242,15 @@ class DiskTrials:
             else:
                 num_running -= 1
         return Rate(moved, time.perf_counter() - started_s, time.process_time() - cpu_before_s)
+
+    def _next_of(self, ended: queue.SimpleQueue[_Ended]) -> _Ended:
+        limit_s = self._store.config.io_timeout_s
+        try:
+            return ended.get(timeout=limit_s)
+        except queue.Empty:
+            raise TimeoutError(
+                f"no transfer in {self._store.file.name} ended within {limit_s:g} s while measuring; check the device"
+            ) from None
 
     def _submit(self, operation: Operation, extent: Extent, memory: Memory) -> Ticket:
         # Urgent, because background writes leave one worker free and would count one thread too few.

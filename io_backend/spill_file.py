@@ -139,7 +139,7 @@ class SpillFile:
         state = os.statvfs(self.fd)
         reserve_nbytes = self._config.reserve_free_nbytes
         if reserve_nbytes is None:
-            reserve_nbytes = min(_GIB, state.f_blocks * state.f_frsize // 20)
+            reserve_nbytes = default_reserve_nbytes(state.f_blocks * state.f_frsize)
         return state.f_bavail * state.f_frsize, reserve_nbytes
 
     def _extend(self, added_nbytes: int) -> None:
@@ -191,6 +191,11 @@ class SpillFile:
             if error.errno == errno.ENOSPC:
                 raise
             return False
+
+
+def default_reserve_nbytes(total_nbytes: int) -> int:
+    """What is left free on a file system of so many bytes when the settings say nothing."""
+    return min(_GIB, total_nbytes // 20)
 
 
 def _open_anonymous(directory: str) -> int:

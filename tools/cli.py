@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 from .bench import command as bench
+from .clean import command as clean
 from .demo import command as demo
+from .doctor import command as doctor
 from .errors import CommandError
 
 DISTRIBUTION = "teraio"
@@ -33,7 +35,7 @@ class Command(Protocol):
         """Do it, and return the exit code."""
 
 
-COMMANDS: tuple[Command, ...] = (demo, bench)
+COMMANDS: tuple[Command, ...] = (demo, doctor, clean, bench)
 
 
 class OneLineParser(argparse.ArgumentParser):

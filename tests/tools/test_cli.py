@@ -46,7 +46,10 @@ def test_wrong_usage_is_one_line_and_code_2(argv: list[str], expected: str, caps
     assert expected in err
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["demo", "--help"], ["bench", "io", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "argv",
+    [["--help"], ["demo", "--help"], ["doctor", "--help"], ["clean", "--help"], ["bench", "io", "--help"], ["--version"]],
+)
 def test_asking_for_help_succeeds(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(argv) == 0
     assert "teraio" in capsys.readouterr().out

@@ -7,11 +7,10 @@ and what only they can check (the budget's spelling, the device) is checked by t
 """
 
 import argparse
-import json
 from pathlib import Path
-from typing import Any
 
 from ..errors import CommandError, UsageError
+from ..json_output import check_json_file, write_json
 from .comparison import compare, num_steps
 from .process_facts import reads_proc
 from .render import progress_line, render_result, render_segment
@@ -66,8 +65,7 @@ def run(args: argparse.Namespace) -> int:
         CommandError: A segment failed.
     """
     spec = _spec(args)
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise UsageError(f"--json {args.json}: there is no such directory")
+    check_json_file(args.json)
     if not reads_proc():
         raise CommandError("the demo measures memory through /proc/<pid>/status, which this system does not have")
     return _run_segment(spec, args.json) if args.mode else _run_comparison(spec, args.json)
@@ -105,7 +103,7 @@ def _run_comparison(spec: SegmentSpec, json_file: Path | None) -> int:
     with progress_line(num_steps(spec)) as on_step:
         result = compare(spec, on_step)
     render_result(result)
-    _write_json(json_file, result)
+    write_json(json_file, result)
     return 0 if has_succeeded(result) else 1
 
 
@@ -114,22 +112,8 @@ def _run_segment(spec: SegmentSpec, json_file: Path | None) -> int:
     with progress_line(spec.steps) as on_step:
         record = run_worker(spec, on_step)
     render_segment(record)
-    _write_json(json_file, record.to_dict())
+    write_json(json_file, record.to_dict())
     return 0
-
-
-def _write_json(json_file: Path | None, content: Any) -> None:
-    """Write ``content``, if a file was asked for.
-
-    Raises:
-        CommandError: It cannot be written.
-    """
-    if json_file is None:
-        return
-    try:
-        json_file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"cannot write {json_file}: {error.strerror}") from error
 
 
 def _positive(text: str) -> int:
