@@ -48,7 +48,14 @@ def test_wrong_usage_is_one_line_and_code_2(argv: list[str], expected: str, caps
 
 @pytest.mark.parametrize(
     "argv",
-    [["--help"], ["demo", "--help"], ["doctor", "--help"], ["clean", "--help"], ["bench", "io", "--help"], ["--version"]],
+    [
+        ["--help"],
+        ["demo", "--help"],
+        ["doctor", "--help"],
+        ["clean", "--help"],
+        ["bench", "io", "--help"],
+        ["--version"],
+    ],
 )
 def test_asking_for_help_succeeds(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(argv) == 0
