@@ -43,7 +43,7 @@ def spill_directories(spill: str | Path | Sequence[str | Path] | None) -> list[P
         raise ConfigError(f"spill must be a directory or a list of directories, got {spill!r}")
     paths = [Path(directory) for directory in directories]
     for directory, path in zip(directories, paths, strict=True):
-        if not os.fspath(directory) or (path.exists() and not path.is_dir()):
+        if not os.fspath(directory) or "\0" in os.fspath(directory) or (path.exists() and not path.is_dir()):
             raise ConfigError(f"spill names {os.fspath(directory)!r}, which is no directory")
         if not path.exists():
             raise ConfigError(
@@ -173,4 +173,8 @@ def as_list_of(value: Any, kind: type[Any], name: str) -> list[Any]:
     for item in values:
         if not isinstance(item, kind):
             raise ConfigError(f"{name} must be a {kind.__name__} or a sequence of them, got {type(item).__name__}")
+        if isinstance(item, torch.jit.ScriptModule):
+            raise ConfigError(f"{name} is a TorchScript module, which takes no hooks: give the module it was made from")
+    if len({id(item) for item in values}) < len(values):
+        raise ConfigError(f"{name} names the same object twice")
     return values

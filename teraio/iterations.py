@@ -26,6 +26,7 @@ from teraio.learning import Lesson, find_plan, take_lesson, translate
 from teraio.planner.plan import Limits, Plan
 from teraio.planner.planning import DEFAULT_HARDWARE
 from teraio.runtime.admission_mode import AdmissionMode
+from teraio.runtime.dispatch_stack import settle
 from teraio.runtime.engine import Engine
 from teraio.runtime.hooks import SavedTensorHooks
 from teraio.runtime.modes import PassiveMode, ReactiveMode
@@ -140,6 +141,7 @@ class Iterations:
         self._handles = []
         self._hooks.__dict__.pop("on_pack", None)
         self.abort()
+        settle()
 
     def let_go(self) -> None:
         """Hold neither engine nor hooks any longer; what was recorded and planned stays to be asked for."""
@@ -157,6 +159,7 @@ class Iterations:
     def _root_enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or os.getpid() != self._pid:
             return
+        settle()
         self._entered_with = sys.exc_info()[1]
         key = iteration_key(module, args, kwargs)
         if self._active and not self._manual and self._cleared_unstepped():
@@ -212,9 +215,13 @@ class Iterations:
         """An iteration is complete."""
         self._stepped.clear()
         if self._active:
+            failed = self._hooks.backward_failed()
             with self._engine.lock:
-                self._end(completed=True)
-            self._on_step()
+                self._end(completed=not failed)
+            if failed:
+                self._engine.log.add("a backward pass ended in an exception: its iteration was not learnt from")
+            else:
+                self._on_step()
         if self._starts_at_boundary:
             self._begin(WITHOUT_ROOT)
 
@@ -261,6 +268,7 @@ class Iterations:
             self._admission.start()
 
     def _note_begin(self) -> None:
+        self._hooks.forget_backwards()
         records = self._engine.all_records()
         self._begin_carried = (len(records), sum(record.nbytes for record in records))
         self._begin_state_nbytes = state_nbytes(self._models, self._optimizers)

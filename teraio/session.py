@@ -177,6 +177,7 @@ class Session:
         self._base_rss_nbytes = 0
         self._begin_state_nbytes = 0
         self._recycler: RecyclerLease | None = None
+        self._malloc_is_exact = False
         self._unseen_nbytes = 0
 
     # --- entering and leaving ----------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ class Session:
             self._stop_recycling()
             self._states = []
             self._closed = True
-            process_memory.use_default_malloc()
+            self._leave_malloc()
             store.close()
             raise
         _in_session.update([*self._models, *self._optimizers])
@@ -222,6 +223,7 @@ class Session:
                 "large CPU tensors do not lie on huge pages, which makes transfers copy and memory slow: import teraio "
                 "before the first tensor is made, or set THP_MEM_ALLOC_ENABLE=1"
             )
+        self._malloc_is_exact = True
         if not process_memory.use_exact_malloc():
             self._log.add("this C library has no mallopt: freed memory may stay with the process for a while")
         min_nbytes = _KEEP_ALL if self._policy == "keep" else self._config.min_nbytes
@@ -294,7 +296,7 @@ class Session:
         self._chunked = []
         del self._engine, self._hooks, self._pins
         self._stop_recycling()
-        process_memory.use_default_malloc()
+        self._leave_malloc()
 
     def _take_hooks_away(self) -> None:
         """As far as they were installed; may be called again."""
@@ -379,6 +381,11 @@ class Session:
         if self._recycler is not None:
             self._recycler.release()
             self._recycler = None
+
+    def _leave_malloc(self) -> None:
+        if self._malloc_is_exact:
+            self._malloc_is_exact = False
+            process_memory.use_default_malloc()
 
     def _idle_nbytes(self) -> int:
         return self._recycler.statistics().idle_nbytes if self._recycler is not None else 0

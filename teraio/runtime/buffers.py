@@ -20,9 +20,6 @@ from teraio.runtime.recycler.library import Library
 
 _PAGE_NBYTES = mmap.PAGESIZE
 
-_Lent = dict[int, weakref.ref[np.ndarray]]
-"""The arrays whose memory is lent to storages, by identity; it holds none of them."""
-
 
 class ReloadMemory(Protocol):
     """Where the memory for reloads comes from, and the account of it."""
@@ -56,7 +53,6 @@ class RecycledMemory:
     def __init__(self, library: Library) -> None:
         self._library = library
         self._dead: deque[int] = deque()
-        self._lent: _Lent = {}
         self.total_nbytes = 0
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
@@ -77,7 +73,7 @@ class RecycledMemory:
 
         self.total_nbytes += capacity
         announce_buffer(array, capacity)
-        return _lend(array, self._lent, give_back)
+        return _lend(array, give_back)
 
     def drain(self) -> None:
         """Take storages that have died out of the account."""
@@ -104,7 +100,6 @@ class SlabPool:
     def __init__(self) -> None:
         self._idle: dict[int, list[mmap.mmap]] = {}
         self._returned: deque[mmap.mmap] = deque()
-        self._lent: _Lent = {}
         self.total_nbytes = 0
         self.idle_nbytes = 0
 
@@ -114,7 +109,7 @@ class SlabPool:
         slab = self._take(capacity_nbytes(nbytes)) or self._create(capacity_nbytes(nbytes))
         array = np.frombuffer(slab, dtype=np.uint8, count=nbytes)
         returned = self._returned
-        return _lend(array, self._lent, lambda: returned.append(slab))
+        return _lend(array, lambda: returned.append(slab))
 
     def drain(self) -> None:
         """Move slabs that have come back to the free list."""
@@ -156,15 +151,12 @@ class SlabPool:
         return slab
 
 
-def _lend(array: np.ndarray, lent: _Lent, give_back: Callable[[], None]) -> torch.UntypedStorage:
-    """A storage on the memory of `array`; `give_back` is called once nothing uses it any more, on any thread."""
-    key = id(array)
+def _lend(array: np.ndarray, give_back: Callable[[], object]) -> torch.UntypedStorage:
+    """A storage on the memory of `array`; `give_back` is called once nothing uses it any more, on any thread.
 
-    def died(_: object) -> None:
-        lent.pop(key, None)
-        give_back()
-
-    lent[key] = weakref.ref(array, died)
+    Also when whoever lent it is long gone: a moved optimizer's state may outlive its session.
+    """
+    weakref.finalize(array, give_back).atexit = False
     # frombuffer, not from_numpy: it is no operation, so that no recorder sees the storage before it is announced
     storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
     announce_storage_on_buffer(storage)

@@ -12,6 +12,7 @@ in-place modification that autograd leaves out under hooks. When bytes move is d
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -33,6 +34,7 @@ def _outside_compiled_code(function: _Function) -> _Function:
     return function if disable is None else cast(_Function, disable(function))
 
 
+_NO_TASK = -1
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 _dtype_names: dict[torch.dtype, str] = {}
@@ -86,6 +88,7 @@ class SavedTensorHooks:
         self.skipped_nbytes: Counter[str] = Counter()
         self.num_packed = 0
         self.num_unpacked = 0
+        self._unended_backwards: set[int] = set()
 
     # --- life cycle --------------------------------------------------------------------------------------------------
 
@@ -143,6 +146,12 @@ class SavedTensorHooks:
         if os.getpid() != self._pid:
             return self._unpack_in_a_child(packed)
         self.num_unpacked += 1
+        task = torch._C._current_graph_task_id()
+        if task != _NO_TASK and task not in self._unended_backwards:
+            self._unended_backwards.add(task)
+            # Called when the whole pass has gone well, and never after an exception in it.
+            engine_of_autograd: Any = torch.autograd.Variable._execution_engine
+            engine_of_autograd.queue_callback(partial(self._unended_backwards.discard, task))
         if isinstance(packed, _Resident):
             alias = packed.alias
             if packed.version >= 0:
@@ -178,6 +187,14 @@ class SavedTensorHooks:
         tensor = torch.empty(0, dtype=packed.dtype, device=storage.device)
         return tensor.set_(storage, packed.offset, packed.size, packed.stride)
 
+    def forget_backwards(self) -> None:
+        """What has run up to now does not matter to `backward_failed` any more."""
+        self._unended_backwards &= {torch._C._current_graph_task_id()}
+
+    def backward_failed(self) -> bool:
+        """Whether a backward pass that used saved tensors began and ended in an exception; not one that still runs."""
+        return bool(self._unended_backwards - {torch._C._current_graph_task_id()})
+
     def on_pack(self) -> None:
         """Called before each pack is decided; the session starts an iteration here when none is running."""
 
@@ -211,6 +228,8 @@ class SavedTensorHooks:
             return "weight"
         if storage._cdata in self._weights:
             return "weight"
+        if not storage.resizable() and self._engine.find(storage) is None:
+            return "memory of another library"  # which may write to it, or keep it, without a trace
         if tensor.is_conj() or tensor.is_neg():
             return "conjugate or negative view"
         if tensor.is_inference() or storage.is_shared():

@@ -14,6 +14,9 @@ from lifetime import EventKind
 from teraio.runtime.engine import Engine
 from teraio.runtime.residency import Record
 
+_NOISE_NBYTES = 64 << 20
+"""What kernels and the interpreter take beside tensors, at most, by experience."""
+
 
 class Mode(Protocol):
     """Told of every tick of the event clock."""
@@ -115,4 +118,9 @@ class ReactiveMode:
         self._waiting = still_waiting
         while engine.wait_for_one_offload():
             pass
-        engine.peak_nbytes = max(engine.peak_nbytes, self._grown_nbytes())
+        grown_nbytes = self._grown_nbytes()
+        engine.peak_nbytes = max(engine.peak_nbytes, grown_nbytes)
+        if grown_nbytes > engine.budget_nbytes + _NOISE_NBYTES:
+            engine.log.add(
+                "the budget was exceeded in the safe mode, which knows no operation before it runs", level=30
+            )

@@ -17,6 +17,7 @@ _EXACT_THRESHOLD_NBYTES = 64 << 10
 _DEFAULT_THRESHOLD_NBYTES = 32 << 20
 _PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
 _PROBE_NBYTES = 4 << 20
+_num_users = 0  # of exact malloc, so that one session's end does not take it from another
 
 
 def anon_rss_nbytes() -> int:
@@ -32,13 +33,20 @@ def anon_rss_nbytes() -> int:
 def use_exact_malloc() -> bool:
     """Make freed blocks of 64 KiB and over leave the process at once; gives False where the C library has no such knob.
 
-    Costs page faults on each allocation; huge pages (`huge_pages_work`) take most of that away.
+    Costs page faults on each allocation; huge pages (`huge_pages_work`) take most of that away. It holds until each
+    caller has called `use_default_malloc`.
     """
+    global _num_users
+    _num_users += 1
     return _mallopt(_M_MMAP_THRESHOLD, _EXACT_THRESHOLD_NBYTES)
 
 
 def use_default_malloc() -> bool:
-    """Let the C library recycle blocks of up to 32 MiB again, where its own adaptation ends up."""
+    """Let the C library recycle blocks of up to 32 MiB again, where its own adaptation ends up, unless others mind."""
+    global _num_users
+    _num_users = max(0, _num_users - 1)
+    if _num_users:
+        return True
     trim = _mallopt(_M_TRIM_THRESHOLD, 2 * _DEFAULT_THRESHOLD_NBYTES)
     return _mallopt(_M_MMAP_THRESHOLD, _DEFAULT_THRESHOLD_NBYTES) and trim
 

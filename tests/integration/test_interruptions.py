@@ -140,3 +140,69 @@ def test_an_exception_in_the_middle_of_the_chunks_puts_the_groups_back(kit: Any)
     torch.manual_seed(0)
     outcome = kit.run(make, config={"optimizer_chunk_nbytes": 1})
     assert "raised" in repr(outcome.log[2])
+
+
+class _Large(torch.autograd.Function):
+    """Its backward makes one large tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient.repeat(10, 1).view(10, *gradient.shape).sum(0)
+
+
+class _WithLarge(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(_Large.apply(torch.tanh(self.first(x)))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("steps_anyway", [False, True])
+def test_a_backward_that_is_refused_teaches_nothing(steps_anyway: bool) -> None:
+    model = _WithLarge()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refused = 0
+    config = teraio.Config(allow_unsafe_spill=True)
+    with teraio.offload(model, optimizer, budget="8MiB", config=config) as session:
+        for _ in range(5):
+            loss = model(torch.ones(4096, 64)).sum()
+            try:
+                loss.backward()
+            except teraio.InfeasibleBudgetError:
+                refused += 1
+            if steps_anyway:
+                optimizer.step()
+            optimizer.zero_grad()
+            del loss
+    assert refused == 5
+    report = session.report()
+    assert report.peak_nbytes <= 8 << 20
+    assert any("ended in an exception" in event for event in report.events)
+
+
+def test_a_step_inside_backward_is_no_failure(kit: Any) -> None:
+    def make() -> Any:
+        model, optimizer, _ = kit.training(kit.chain())
+        last = next(iter(model.parameters()))  # whose gradient comes last
+
+        def step_now(_: torch.Tensor) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        last.register_post_accumulate_grad_hook(step_now)
+        data = torch.randn(8, next(model.parameters()).shape[1], generator=torch.Generator().manual_seed(0))
+        return model, optimizer, lambda index: model(data).sum().backward()
+
+    model, optimizer, step = make()
+    with teraio.offload(model, optimizer, config=teraio.Config(allow_unsafe_spill=True)) as session:
+        for index in range(5):
+            step(index)
+    report = session.report()
+    assert report.iterations >= 4
+    assert not any("ended in an exception" in event for event in report.events)

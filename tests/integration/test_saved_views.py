@@ -6,12 +6,16 @@ the matter of ``test_bit_identity``.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+
+import teraio
 
 
 def _slices(h: torch.Tensor) -> torch.Tensor:
@@ -108,3 +112,31 @@ def test_a_storage_saved_through_several_views_is_written_once(kit: Any) -> None
     for step in outcome.steps:  # a step may write less: what is used at once is not written
         assert step.written_nbytes <= distinct
         assert step.read_nbytes <= distinct
+
+
+def test_memory_that_numpy_owns_stays(kit: Any) -> None:
+    def gradients(budget: str | None) -> tuple[list[float], teraio.Report | None]:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.Tanh())]
+        model = nn.Sequential(*layers)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch, random = np.empty((2048, 128), np.float32), np.random.default_rng(0)
+        found: list[float] = []
+        config = teraio.Config(allow_unsafe_spill=True, min_nbytes=4096)
+        session = teraio.offload(model, optimizer, budget=budget, config=config) if budget else None
+        with session or contextlib.nullcontext():
+            for _ in range(4):
+                batch[:] = random.standard_normal(batch.shape, dtype=np.float32)
+                loss = model(torch.from_numpy(batch)).square().mean()
+                batch[:] = 0.5  # as a loader does that fills the next batch: backward must see it
+                loss.backward()
+                found.append(float(layers[0].weight.grad.sum()))  # type: ignore[union-attr, operator, arg-type]
+                optimizer.step()
+                optimizer.zero_grad()
+        return found, session.report() if session else None
+
+    found, report = gradients("7MiB")
+    assert found == gradients(None)[0]
+    assert report is not None
+    assert report.written_nbytes > 0
+    assert report.skipped["memory of another library"] > 0

@@ -11,6 +11,7 @@ import gc
 import mmap
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -447,3 +448,79 @@ def test_config_says_what_is_wrong() -> None:
 
 def test_importing_teraio_asks_torch_for_huge_pages() -> None:
     assert os.environ.get("THP_MEM_ALLOC_ENABLE")
+
+
+def test_moved_state_goes_when_it_dies_though_its_session_has_ended() -> None:
+    before = library.load_library().statistics().live_nbytes
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    settings = teraio.Config(allow_unsafe_spill=True, min_nbytes=64 << 10)
+    with teraio.offload(model, optimizer, budget="64MiB", kinds=("activation", "optimizer"), config=settings):
+        for _ in range(3):
+            model(torch.ones(64, 256)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    gc.collect()  # what the session had goes first
+    assert library.load_library().statistics().live_nbytes > before
+    del model, optimizer
+    gc.collect()
+    assert library.load_library().statistics().live_nbytes == before
+
+
+INTERPOSER = """
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdarg.h>
+#include <string.h>
+#include <sys/mman.h>
+/* mremap as it may go: the target is cleared, somebody else gets the addresses, and then it fails. */
+void *mremap(void *old, size_t old_size, size_t new_size, int flags, ...) {
+  va_list rest;
+  va_start(rest, flags);
+  void *target = va_arg(rest, void *);
+  va_end(rest);
+  munmap(target, new_size);
+  if (LOST) {
+    mmap(target, new_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    memset(target, 0xAB, new_size);
+  }
+  errno = ENOMEM;
+  return MAP_FAILED;
+}
+"""
+
+VICTIM = """
+import ctypes, sys, torch
+from teraio.runtime.recycler import lease_recycler
+MIB = 1 << 20
+lease = lease_recycler(16 * MIB)
+first = torch.ones(12 * MIB, dtype=torch.uint8)
+del first
+second = torch.empty(14 * MIB, dtype=torch.uint8)
+second.fill_(7)
+assert bool((second == 7).all())
+del second
+third = torch.ones(13 * MIB, dtype=torch.uint8)
+assert bool((third == 1).all())
+del third
+lease.release()
+print(lease.statistics().live_nbytes)
+"""
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_pages_that_cannot_be_moved_are_nobody_elses(tmp_path: Path, lost: int) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    source, interposer = tmp_path / "interposer.c", tmp_path / "interposer.so"
+    source.write_text(INTERPOSER)
+    command = [compiler, "-shared", "-fPIC", f"-DLOST={lost}", "-o", str(interposer), str(source)]
+    subprocess.run(command, check=True, timeout=60)
+    repository = Path(__file__).parent.parent.parent
+    environment = {**os.environ, "LD_PRELOAD": str(interposer), "PYTHONPATH": str(repository)}
+    done = subprocess.run(
+        [sys.executable, "-c", VICTIM], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr

@@ -18,10 +18,13 @@ def model() -> nn.Module:
     return nn.Linear(4, 4)
 
 
+_SGD = torch.optim.SGD(nn.Linear(1, 1).parameters())
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("model", {"model": "net"}, "model must be"),
     ("models", {"model": [nn.Linear(1, 1), 3]}, "model must be"),
     ("optimizer", {"optimizer": nn.Linear(1, 1)}, "optimizer must be"),
+    ("optimizer twice", {"model": None, "optimizer": [_SGD, _SGD]}, "optimizer names the same object twice"),
+    ("TorchScript", {"model": torch.jit.script(nn.Linear(1, 1))}, "model is a TorchScript module"),
     ("budget text", {"budget": "plenty"}, "budget"),
     ("budget unit", {"budget": "6 parsecs"}, "budget"),
     ("budget negative", {"budget": -1}, "budget"),
@@ -39,6 +42,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("spill mixed", {"spill": ["/tmp", 5]}, "spill"),
     ("spill nothing", {"spill": ""}, "spill names '', which is no directory"),
     ("spill not mounted", {"spill": "/not/mounted"}, "spill names '/not/mounted', which does not exist: mount"),
+    ("spill with a null", {"spill": "/tmp/\0"}, "which is no directory"),
     ("spill a file", {"spill": __file__}, "which is no directory"),
     ("spill twice", {"spill": ["/tmp", "/tmp/../tmp"]}, "twice"),
     ("trace_to a directory", {"trace_to": "/tmp"}, "trace_to is '/tmp', which is a directory"),

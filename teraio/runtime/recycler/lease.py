@@ -76,7 +76,7 @@ def lease_recycler(room_nbytes: int) -> RecyclerLease:
     with _lock:
         if not _rooms_nbytes:
             _base_nbytes = library.statistics().live_nbytes
-            library.install()
         lease = RecyclerLease(library, room_nbytes)
+        library.install()  # also when it was: a collection just now may have ended the last other lease
         _apply(library)
     return lease

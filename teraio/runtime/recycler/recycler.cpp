@@ -26,6 +26,7 @@
 namespace {
 
 constexpr std::size_t kLeast = 64 << 10;
+constexpr std::size_t kMost = std::size_t{1} << 46;  // more than there can be: rounding up must not overflow
 
 struct Block {
   Block(char* start, std::size_t nbytes) : start(start), nbytes(nbytes) {
@@ -58,7 +59,7 @@ class Recycler final : public c10::Allocator {
   c10::Allocator* base() const { return base_; }
 
   c10::DataPtr allocate(std::size_t nbytes) override {
-    if (nbytes < kLeast) return base_->allocate(nbytes);
+    if (nbytes < kLeast || nbytes > kMost) return base_->allocate(nbytes);
     const std::size_t size = (nbytes + page_nbytes_ - 1) / page_nbytes_ * page_nbytes_;
     char* start = take_idle(size);
     if (start == nullptr) start = take_fresh(size);
@@ -129,6 +130,11 @@ class Recycler final : public c10::Allocator {
     auto block = std::make_unique<Block>(start, size);
     const std::size_t moved = move_pages(*block, leaving);
     keep_rests(leaving);
+    if (block->start == nullptr) {
+      const std::lock_guard<std::mutex> guard(mutex_);
+      live_nbytes_ -= size;
+      return nullptr;
+    }
     const std::lock_guard<std::mutex> guard(mutex_);
     idle_by_size_.try_emplace(size);
     blocks_.emplace(start, std::move(block));
@@ -139,7 +145,7 @@ class Recycler final : public c10::Allocator {
 
   // Moves huge pages of `donors` under the addresses of a new block; gives their bytes. The donors keep the rest.
   std::size_t move_pages(Block& block, const Blocks& donors) const {
-    std::size_t done = 0;
+    std::size_t done = 0, refilled = 0;
     std::size_t wanted = huge_nbytes_ == 0 ? 0 : block.nbytes / huge_nbytes_ * huge_nbytes_;
     for (const auto& donor : donors) {
       std::size_t given = 0;
@@ -147,9 +153,14 @@ class Recycler final : public c10::Allocator {
       for (const std::size_t part : donor->parts) {
         const bool more = done < wanted && rest.empty();  // a donor gives from its start on, without a gap
         std::size_t take = more ? std::min(part / huge_nbytes_ * huge_nbytes_, wanted - done) : 0;
-        if (take != 0 && !move(donor->start + given, block.start + done, take)) {
-          wanted = done;
-          take = 0;
+        if (take != 0) {
+          const Move outcome = move(donor->start + given, block.start + done, take);
+          if (outcome != Move::kMoved) {
+            if (outcome == Move::kRefilled) refilled = take;
+            if (outcome == Move::kLost) give_up(block, done, take);
+            wanted = done;
+            take = 0;
+          }
         }
         if (take != 0) block.parts.push_back(take);
         done += take;
@@ -160,15 +171,32 @@ class Recycler final : public c10::Allocator {
       donor->nbytes -= given;
       donor->parts = std::move(rest);
     }
-    if (block.nbytes != done) block.parts.push_back(block.nbytes - done);
+    if (block.start == nullptr) return 0;
+    if (refilled != 0) block.parts.push_back(refilled);
+    if (block.nbytes != done + refilled) block.parts.push_back(block.nbytes - done - refilled);
     return done;
   }
 
-  static bool move(char* from, char* to, std::size_t nbytes) {
-    if (mremap(from, nbytes, nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, to) != MAP_FAILED) return true;
-    // The kernel may have cleared the target before it failed; where it has not, this does nothing.
-    mmap(to, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
-    return false;
+  // A range in the middle of a new block is somebody else's now: the rest of it goes back to the system.
+  static void give_up(Block& block, std::size_t lost_from, std::size_t lost_nbytes) {
+    const std::size_t lost_to = lost_from + lost_nbytes;
+    if (lost_from != 0) munmap(block.start, lost_from);
+    if (lost_to != block.nbytes) munmap(block.start + lost_to, block.nbytes - lost_to);
+    block.start = nullptr;
+  }
+
+  enum class Move { kMoved, kRefilled, kLost };
+
+  static Move move(char* from, char* to, std::size_t nbytes) {
+    if (mremap(from, nbytes, nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, to) != MAP_FAILED) return Move::kMoved;
+    // The kernel may have cleared the target before it failed, and any thread may have been given the addresses since.
+    void* again = mmap(to, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+    if (again == to) {
+      madvise(to, nbytes, MADV_HUGEPAGE);
+      return Move::kRefilled;
+    }
+    if (again != MAP_FAILED) munmap(again, nbytes);  // a kernel that does not know the flag
+    return Move::kLost;
   }
 
   // What blocks that had to leave have not given away stays idle as far as the limit allows, in whole huge pages.
