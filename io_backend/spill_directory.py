@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -82,7 +83,7 @@ class SpillDirectory:
             _reclaim(root_fd, root_path)
             name, lease_fd = _make_session(root_fd, root_path)
         finally:
-            os.close(root_fd)  # releases the lock on the root as well
+            _close(root_fd)  # releases the lock on the root as well
         return cls(root_path, root_path / name, file_system, lease_fd)
 
     @property
@@ -118,21 +119,44 @@ def _lock_root(root_fd: int, root: Path) -> None:
 def _make_session(root_fd: int, root: Path) -> tuple[str, int]:
     """Create the directory and its locked lease; the name and the lease's descriptor. Call under the root lock."""
     name = f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(6)}"
+    lease_fd = None
     try:
         os.mkdir(name, mode=0o700, dir_fd=root_fd)
         lease_fd = os.open(f"{name}/{_LEASE}", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=root_fd)
+        fcntl.flock(lease_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        _unmake_session(root_fd, name, lease_fd)
         raise SpillDirectoryError(
             error.errno,
             f"cannot create a session directory in {root}: {error.strerror}. Name a directory you may write to",
         ) from error
-    fcntl.flock(lease_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return name, lease_fd
+
+
+def _unmake_session(root_fd: int, name: str, lease_fd: int | None) -> None:
+    """Take away what there is of a session directory that could not be completed."""
+    with contextlib.suppress(OSError):  # the next session reclaims what is left
+        if lease_fd is not None:
+            os.unlink(f"{name}/{_LEASE}", dir_fd=root_fd)
+        os.rmdir(name, dir_fd=root_fd)
+    if lease_fd is not None:
+        _close(lease_fd)
+
+
+def _close(fd: int) -> None:
+    """Close a descriptor that nothing was written to: Linux has closed it whatever the call says."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
 
 def _reclaim(root_fd: int, root: Path) -> None:
     """Remove the session directories of dead owners; failures are logged, never raised. Call under the root lock."""
-    for name in os.listdir(root_fd):
+    try:
+        names = os.listdir(root_fd)
+    except OSError as error:
+        _logger.info("left dead sessions in %s alone: %s", root, error)
+        return
+    for name in names:
         if not _SESSION_NAME.fullmatch(name):
             continue
         try:
@@ -150,7 +174,7 @@ def _reclaim_one(root_fd: int, name: str) -> None:
             return
         _empty_and_remove(root_fd, name, session_fd)
     finally:
-        os.close(session_fd)
+        _close(session_fd)
 
 
 def _lease_is_free(session_fd: int) -> bool:
@@ -164,7 +188,7 @@ def _lease_is_free(session_fd: int) -> bool:
     except BlockingIOError:
         return False
     finally:
-        os.close(lease_fd)
+        _close(lease_fd)
     return True
 
 
@@ -186,4 +210,4 @@ def _remove_own(path: str, lease_fd: int, owner_pid: int) -> None:
     except OSError as error:
         _logger.info("could not remove the session directory %s: %s", path, error)
     finally:
-        os.close(lease_fd)
+        _close(lease_fd)
