@@ -16,6 +16,7 @@ import logging
 import mmap
 import os
 import secrets
+import threading
 import weakref
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,10 @@ class SpillFile:
         """The path for messages: the file itself has none."""
         self.nbytes = 0
         """Size of the file, all of it allocated."""
+        self.num_losses = 0
+        """How often the system said that bytes written through the page cache were lost."""
+        self._loss_code: int | None = None
+        self._sync_lock = threading.Lock()
         self._config = config
         self._fds: list[int] = []  # shared with the finalizer, which must not hold the object
         self._closer = weakref.finalize(self, _close_all, self._fds)
@@ -134,6 +139,26 @@ class SpillFile:
             if step_nbytes == shortfall_nbytes:
                 raise
             self._extend(shortfall_nbytes)  # a file size limit may allow what is needed though not the whole step
+
+    def sync(self, known_losses: int) -> None:
+        """Wait until what was written through the page cache is on the device. Blocks.
+
+        Args:
+            known_losses: ``num_losses`` from before the first byte was written.
+
+        Raises:
+            OSError: Bytes written meanwhile are lost, perhaps not the caller's: the system tells one of those who ask,
+                once, and has forgotten which bytes they were.
+        """
+        with self._sync_lock:
+            try:
+                os.fdatasync(self.fd)
+            except OSError as error:
+                self.num_losses += 1
+                self._loss_code = error.errno
+                raise
+            if self.num_losses != known_losses:
+                raise OSError(self._loss_code, "bytes written at the same time were lost, perhaps these")
 
     def map(self, offset: int, nbytes: int) -> mmap.mmap:
         """Shared read/write mapping of a range; it keeps the file open by itself.
