@@ -135,6 +135,16 @@ class QueuedTicket(Ticket):
 
     def wait(self, timeout_s: float | None = None) -> None:
         """See `Ticket`."""
+        self.wait_until_done(timeout_s)
+        if self._exception is not None:
+            try:
+                raise self._exception
+            finally:
+                # The same object may be raised again: do not let tracebacks and the frames in them pile up.
+                self._exception.__traceback__ = None
+
+    def wait_until_done(self, timeout_s: float | None = None) -> None:
+        """As ``wait``, without raising what the transfer failed with."""
         limit_s = self._default_timeout_s if timeout_s is None else timeout_s
         deadline_s = time.monotonic() + limit_s
         while not self._finished:
@@ -144,12 +154,6 @@ class QueuedTicket(Ticket):
                 raise TimeoutError(self._timeout_text(limit_s))
             if self._latch.acquire(timeout=min(left_s, _WAIT_SLICE_S)):
                 self._latch.release()
-        if self._exception is not None:
-            try:
-                raise self._exception
-            finally:
-                # The same object may be raised again: do not let tracebacks and the frames in them pile up.
-                self._exception.__traceback__ = None
 
     def cancel(self) -> bool:
         """See `Ticket`."""
