@@ -1,8 +1,8 @@
 """Every system call of a store's life fails once, in every way, and nothing wrong comes of it.
 
-Covers each call of a scripted run by itself and each kind of call from some moment on, on every rung of the ladder, with
-one and two directories. Does not cover the messages (`test_direct_io`, `test_spill_file`). The rule: never a wrong byte,
-a hang, an untyped error, or anything left behind.
+Covers each call of a scripted run by itself and each kind of call from some moment on, on every rung of the ladder,
+with one and two directories. Does not cover the messages (`test_direct_io`, `test_spill_file`). The rule: never a wrong
+byte, a hang, an untyped error, or anything left behind.
 """
 
 from __future__ import annotations
