@@ -6,6 +6,8 @@ The rule: growth steps and reserves are small here, so that no test depends on h
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,11 @@ from io_backend.testing import FaultStore, MemoryStore
 MIB = 1 << 20
 ONE_QUEUE = ("posix-direct", "posix-buffered", "posix-misaligned", "memory", "fault", "host")
 KINDS = (*ONE_QUEUE, "posix-two-directories")
+STAND_IN_DRIVER = os.environ.get("TERAIO_TEST_STAND_IN_DRIVER")
+"""A library to load as the CUDA driver: the whole run is then about KvikIO alone (`test_kvikio` starts such runs)."""
+if STAND_IN_DRIVER:
+    ctypes.CDLL(STAND_IN_DRIVER, mode=ctypes.RTLD_GLOBAL)
+    ONE_QUEUE = KINDS = ("kvikio",)
 
 
 def make_config(**changes: object) -> BackendConfig:
@@ -63,6 +70,8 @@ def build(kind: str, path: Path, **changes: object) -> Store:
         return HostStore(make_config(**changes), capacity_nbytes=1 << 30)
     if kind == "posix-two-directories":
         return open_store([path / "one", path / "two"], config=make_config(**changes))
+    if kind == "kvikio":
+        return open_store(path, backend="kvikio", config=make_config(**changes))
     return open_store(path, config=make_config(direct_io=kind != "posix-buffered", **changes))
 
 
