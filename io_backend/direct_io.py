@@ -9,11 +9,12 @@ Rule: on disk, offsets and lengths are whole blocks; in the caller's buffer, not
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from io_backend.buffers import BouncePool, Memory, copy_bytes
@@ -112,11 +113,11 @@ def transfer_together(
         fd = file.fd if file.direct_fd is None else file.direct_fd
         flags = 0 if direct or not file.dontcache else RWF_DONTCACHE
         start, total_nbytes = pieces[0][0], sum(len(view) for view in views)
-        moved = _call(operation, fd, views, start, flags)
-        if moved != total_nbytes:
-            raise ShortTransferError(f"{operation} of {len(pieces)} pieces moved {moved} of {total_nbytes} bytes")
-        if not direct and not file.dontcache:
-            _drop_cache(operation, file, start, total_nbytes)
+        settled = contextlib.nullcontext() if direct else _settled(operation, file, start, total_nbytes)
+        with settled:
+            moved = _call(operation, fd, views, start, flags)
+            if moved != total_nbytes:
+                raise ShortTransferError(f"{operation} of {len(pieces)} pieces moved {moved} of {total_nbytes} bytes")
         if operation == "read":
             for memory, address in staged:
                 copy_bytes(memory.address, address, memory.nbytes)
@@ -160,18 +161,26 @@ def _buffered(
     """Through the page cache, leaving nothing in it: cached spill bytes would count against a memory limit."""
     view = memory.view()
     if file.dontcache:
-        move(file.fd, view, offset, granule=1, flags=RWF_DONTCACHE)
-        return
+        chunk_nbytes = memory.nbytes
     for start in range(0, memory.nbytes, chunk_nbytes):
         piece = view[start : start + chunk_nbytes]
-        move(file.fd, piece, offset + start, granule=1)
-        _drop_cache(operation, file, offset + start, len(piece))
+        with _settled(operation, file, offset + start, len(piece)):
+            move(file.fd, piece, offset + start, granule=1, flags=RWF_DONTCACHE if file.dontcache else 0)
 
 
-def _drop_cache(operation: Operation, file: SpillFile, offset: int, nbytes: int) -> None:
+@contextlib.contextmanager
+def _settled(operation: Operation, file: SpillFile, offset: int, nbytes: int) -> Iterator[None]:
+    """Around a buffered transfer: what the block wrote is on the device and out of the cache when it ends well.
+
+    The page cache takes every byte and loses those that the device refuses: only a sync tells.
+    """
+    known_losses = file.num_losses
+    yield
     if operation == "write":
-        os.fdatasync(file.fd)  # only clean pages can be dropped
-    os.posix_fadvise(file.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+        file.sync(known_losses)
+    if not file.dontcache:
+        with contextlib.suppress(OSError):  # advice: the bytes have moved, with it or without
+            os.posix_fadvise(file.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _move(

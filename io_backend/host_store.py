@@ -121,7 +121,12 @@ class HostStore(QueuedStore):
                 f"the host tier needs {nbytes} bytes more, but {limit.reason} allows {limit.nbytes}: lower "
                 "host_budget, or let it go to the SSD",
             )
-        slab = aligned_memory(nbytes)
+        try:
+            slab = aligned_memory(nbytes)
+        except OSError as error:
+            raise StorageFullError(
+                error.errno, f"the host tier needs {nbytes} bytes more, and the system refuses them: {error.strerror}"
+            ) from error
         self._pin(slab)
         return slab
 
@@ -155,14 +160,19 @@ class HostStore(QueuedStore):
             return
         import torch
 
-        status = int(torch.cuda.cudart().cudaHostRegister(slab.address, slab.nbytes, 0))
-        if status == 0:
-            self._pinned_addresses.add(slab.address)
-            return
+        try:
+            status = int(torch.cuda.cudart().cudaHostRegister(slab.address, slab.nbytes, 0))
+        except (RuntimeError, AssertionError) as error:  # a torch without CUDA, or CUDA without a device
+            reason = str(error).partition("\n")[0]
+        else:
+            if status == 0:
+                self._pinned_addresses.add(slab.address)
+                return
+            reason = f"cudaHostRegister gave {status}"
         self._pinned = False
         self._on_event(
-            f"{slab.nbytes} bytes of host memory could not be pinned (cudaHostRegister gave {status}): the host tier "
-            "goes on with pageable memory, which is slower. `ulimit -l` may be too low"
+            f"{slab.nbytes} bytes of host memory could not be pinned ({reason}): the host tier goes on with pageable "
+            "memory, which is slower. `ulimit -l` may be too low"
         )
 
     def _unpin(self, slab: Memory) -> None:

@@ -80,11 +80,7 @@ class JoinedTicket(Ticket):
         """See `Ticket`."""
         deadline_s = time.monotonic() + (self._default_timeout_s if timeout_s is None else timeout_s)
         for part in self._parts:
-            try:
-                part.wait(max(0.0, deadline_s - time.monotonic()))
-            except (OSError, CancelledError):
-                if not part.done():
-                    raise
+            part.wait_until_done(max(0.0, deadline_s - time.monotonic()))
         error = self.exception()
         if error is not None:
             try:
@@ -142,7 +138,7 @@ class Once:
 
     def __init__(self, function: Callable[[], object]) -> None:
         self._function: Callable[[], object] | None = function
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._lock = threading.Lock()
 
     def __call__(self) -> None:
@@ -152,7 +148,7 @@ class Once:
                 function, self._function = self._function, None
                 try:
                     function()
-                except Exception as error:
+                except BaseException as error:  # whatever it was: the other parts must not move a byte
                     self._failure = error
             if self._failure is not None:
                 raise self._failure

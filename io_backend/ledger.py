@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from io_backend import json_file
 from io_backend.json_file import UnusableFileError
-from io_backend.spill_root import PREFIX, open_root, try_lock_root
+from io_backend.spill_root import PREFIX, close_quietly, open_root, try_lock_root
 
 if TYPE_CHECKING:
     from io_backend.meter import Meter
@@ -151,7 +151,7 @@ class LedgerKeeper:
                 if not _add(root_fd, self._root, new_written_nbytes, new_read_nbytes, not self._counted, self._starts):
                     self._given_up = True
             finally:
-                os.close(root_fd)
+                close_quietly(root_fd)
             self._entered_written_nbytes, self._entered_read_nbytes = written_nbytes, read_nbytes
             self._counted = True
         except Exception as error:  # whatever it is, the transfer that gave the occasion went well

@@ -17,7 +17,7 @@ import stat
 from pathlib import Path
 
 from io_backend.errors import SpillDirectoryError
-from io_backend.spill_root import LEASE, OWN_FILE_NAME, PREFIX, SESSION_NAME, lock_root, open_root
+from io_backend.spill_root import LEASE, OWN_FILE_NAME, PREFIX, SESSION_NAME, close_quietly, lock_root, open_root
 
 _logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def reclaim(root: str | os.PathLike[str], *, dry_run: bool = False) -> Reclaimed
         lock_root(root_fd, path)
         return reclaim_locked(root_fd, path, dry_run=dry_run)
     finally:
-        os.close(root_fd)
+        close_quietly(root_fd)
 
 
 def reclaim_locked(root_fd: int, root: Path, *, dry_run: bool = False) -> Reclaimed:
@@ -81,7 +81,12 @@ def reclaim_locked(root_fd: int, root: Path, *, dry_run: bool = False) -> Reclai
     removed: list[Session] = []
     alive: list[Session] = []
     left: list[LeftAlone] = []
-    for name in sorted(os.listdir(root_fd)):
+    try:
+        names = sorted(os.listdir(root_fd))
+    except OSError as error:
+        _logger.info("left dead sessions in %s alone: %s", root, error)
+        names = []
+    for name in names:
         matched = SESSION_NAME.fullmatch(name)
         path = str(root / name)
         if matched is None:
@@ -132,7 +137,7 @@ def _reclaim_one(root_fd: int, name: str, *, dry_run: bool) -> int:
             raise _Alive
         return _empty_and_remove(root_fd, name, session_fd, dry_run=dry_run)
     finally:
-        os.close(session_fd)
+        close_quietly(session_fd)
 
 
 def _lease_is_free(session_fd: int) -> bool:
@@ -146,7 +151,7 @@ def _lease_is_free(session_fd: int) -> bool:
     except BlockingIOError:
         return False
     finally:
-        os.close(lease_fd)
+        close_quietly(lease_fd)
     return True
 
 

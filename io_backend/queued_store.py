@@ -22,7 +22,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING
 
 from io_backend import integrity
@@ -146,7 +145,7 @@ class QueuedStore(abc.ABC):
         """Space for ``nbytes`` bytes; see :meth:`Store.allocate`."""
         if nbytes < 0:
             raise ValueError(f"cannot allocate {nbytes} bytes")
-        self._check_usable("allocate")
+        self.check_usable("allocate")
         with self._lock:
             self._drain_freed()
             extent = self._claim_space(nbytes)
@@ -205,28 +204,28 @@ class QueuedStore(abc.ABC):
 
     def map(self, extent: Extent) -> mmap.mmap:
         """The extent as shared, writable memory; see :meth:`Store.map`."""
-        self._check_usable("map")
+        self.check_usable("map")
         if extent.nbytes == 0:
             raise ValueError(f"cannot map {extent}: it is empty")
-        with self._lock:
-            pending = self._live_record(extent).unfinished()
-        for ticket in pending:
-            try:
-                ticket.wait()
-            except (OSError, CancelledError) as error:
-                if not ticket.done():  # the wait itself timed out
-                    raise
-                _logger.info("mapping %s although an earlier transfer did not succeed: %s", extent, error)
-        with self._lock:
-            record = self._live_record(extent)
-            mapping = self._map(extent)
-            record.mappings.append(weakref.ref(mapping))
-            record.filled, record.last_write, record.sums = (
-                True,
-                None,
-                None,
-            )  # what the caller stores there counts as written
-        return mapping
+        while True:
+            with self._lock:
+                record = self._live_record(extent)
+                pending = record.unfinished()
+                if not pending:  # nor may one come between: its order and its sums would be forgotten below
+                    mapping = self._map(extent)
+                    record.mappings.append(weakref.ref(mapping))
+                    # What the caller stores there counts as written.
+                    record.filled, record.last_write, record.sums = True, None, None
+                    return mapping
+            for ticket in pending:
+                ticket.wait_until_done()
+                if ticket.exception() is not None:
+                    _logger.info("mapping %s although an earlier %r did not succeed", extent, ticket)
+
+    def close_soon(self) -> None:
+        """The first half of `close`: cancel what is queued, take nothing new. Does not wait."""
+        self._closed = True
+        self._pool.stop_soon()
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Cancel what is queued, wait for what runs, release everything; see :meth:`Store.close`."""
@@ -242,7 +241,8 @@ class QueuedStore(abc.ABC):
 
     # Internals.
 
-    def _check_usable(self, operation: str) -> None:
+    def check_usable(self, operation: str) -> None:
+        """Raise BackendUnavailableError when the store is closed or was inherited through a fork."""
         self._check_process(operation)
         if self._closed:
             raise BackendUnavailableError(f"{operation}: this store is closed; open a new one")
@@ -315,7 +315,7 @@ class QueuedStore(abc.ABC):
             after: As for ``write``.
             counted: Whether it counts as one transfer, or is only a part of one that counts elsewhere.
         """
-        self._check_usable(operation)
+        self.check_usable(operation)
         with self._lock:
             record = self._live_record(extent)
             source = record.last_write

@@ -138,6 +138,16 @@ class QueuedTicket(Ticket):
 
     def wait(self, timeout_s: float | None = None) -> None:
         """See `Ticket`."""
+        self.wait_until_done(timeout_s)
+        if self._exception is not None:
+            try:
+                raise self._exception
+            finally:
+                # The same object may be raised again: do not let tracebacks and the frames in them pile up.
+                self._exception.__traceback__ = None
+
+    def wait_until_done(self, timeout_s: float | None = None) -> None:
+        """As ``wait``, without raising what the transfer failed with."""
         limit_s = self._default_timeout_s if timeout_s is None else timeout_s
         start_s = time.monotonic()
         deadline_s = start_s + limit_s
@@ -152,12 +162,6 @@ class QueuedTicket(Ticket):
                 _logger.warning("waiting for %s since %g s. %s", repr(self), _SUSPICIOUS_S, self._pool.dump_queue())
             if self._latch.acquire(timeout=min(left_s, _WAIT_SLICE_S)):
                 self._latch.release()
-        if self._exception is not None:
-            try:
-                raise self._exception
-            finally:
-                # The same object may be raised again: do not let tracebacks and the frames in them pile up.
-                self._exception.__traceback__ = None
 
     def cancel(self) -> bool:
         """See `Ticket`."""

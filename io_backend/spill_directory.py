@@ -10,6 +10,7 @@ lease is not locked is dead, never one that is just being made.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -20,7 +21,7 @@ from pathlib import Path
 from io_backend.errors import SpillDirectoryError
 from io_backend.mounts import find_mount, unsafe_reason
 from io_backend.orphans import reclaim_locked
-from io_backend.spill_root import LEASE, PREFIX, lock_root, open_root
+from io_backend.spill_root import LEASE, PREFIX, close_quietly, lock_root, open_root
 
 _logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class SpillDirectory:
             reclaim_locked(root_fd, root_path)
             name, lease_fd = _make_session(root_fd, root_path)
         finally:
-            os.close(root_fd)  # releases the lock on the root as well
+            close_quietly(root_fd)  # releases the lock on the root as well
         return cls(root_path, root_path / name, file_system, lease_fd)
 
     @property
@@ -89,16 +90,28 @@ class SpillDirectory:
 def _make_session(root_fd: int, root: Path) -> tuple[str, int]:
     """Create the directory and its locked lease; the name and the lease's descriptor. Call under the root lock."""
     name = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(6)}"
+    lease_fd = None
     try:
         os.mkdir(name, mode=0o700, dir_fd=root_fd)
         lease_fd = os.open(f"{name}/{LEASE}", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=root_fd)
+        fcntl.flock(lease_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        _unmake_session(root_fd, name, lease_fd)
         raise SpillDirectoryError(
             error.errno,
             f"cannot create a session directory in {root}: {error.strerror}. Name a directory you may write to",
         ) from error
-    fcntl.flock(lease_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return name, lease_fd
+
+
+def _unmake_session(root_fd: int, name: str, lease_fd: int | None) -> None:
+    """Take away what there is of a session directory that could not be completed."""
+    with contextlib.suppress(OSError):  # the next session reclaims what is left
+        if lease_fd is not None:
+            os.unlink(f"{name}/{LEASE}", dir_fd=root_fd)
+        os.rmdir(name, dir_fd=root_fd)
+    if lease_fd is not None:
+        close_quietly(lease_fd)
 
 
 def _remove_own(path: str, lease_fd: int, owner_pid: int) -> None:
@@ -110,4 +123,4 @@ def _remove_own(path: str, lease_fd: int, owner_pid: int) -> None:
     except OSError as error:
         _logger.info("could not remove the session directory %s: %s", path, error)
     finally:
-        os.close(lease_fd)
+        close_quietly(lease_fd)

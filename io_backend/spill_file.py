@@ -9,11 +9,14 @@ out, so a full disk shows when the file grows and not in the middle of a transfe
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import secrets
+import threading
 import weakref
 from typing import TYPE_CHECKING
 
@@ -26,6 +29,7 @@ from io_backend.quota import Quota
 if TYPE_CHECKING:
     from io_backend.spill_directory import SpillDirectory
 
+_logger = logging.getLogger(__name__)
 RWF_DONTCACHE = 0x80
 """Buffered I/O that leaves nothing in the page cache (Linux 6.14 on). Source: linux/fs.h; not in ``os`` yet."""
 
@@ -49,6 +53,10 @@ class SpillFile:
         """The path for messages: the file itself has none."""
         self.nbytes = 0
         """Size of the file, all of it allocated."""
+        self.num_losses = 0
+        """How often the system said that bytes written through the page cache were lost."""
+        self._loss_code: int | None = None
+        self._sync_lock = threading.Lock()
         self._config = config
         self._fds: list[int] = []  # shared with the finalizer, which must not hold the object
         self._closer = weakref.finalize(self, _close_all, self._fds)
@@ -98,6 +106,7 @@ class SpillFile:
 
         Raises:
             StorageFullError: Quota, reserve or file system exhausted. The file has its old size.
+            BackendError: The file system refused for another reason. The file has its old size.
         """
         free_nbytes, reserve_nbytes = self._free_and_reserve()
         room_nbytes = free_nbytes - reserve_nbytes
@@ -131,12 +140,45 @@ class SpillFile:
                 raise
             self._extend(shortfall_nbytes)  # a file size limit may allow what is needed though not the whole step
 
+    def sync(self, known_losses: int) -> None:
+        """Wait until what was written through the page cache is on the device. Blocks.
+
+        Args:
+            known_losses: ``num_losses`` from before the first byte was written.
+
+        Raises:
+            OSError: Bytes written meanwhile are lost, perhaps not the caller's: the system tells one of those who ask,
+                once, and has forgotten which bytes they were.
+        """
+        with self._sync_lock:
+            try:
+                os.fdatasync(self.fd)
+            except OSError as error:
+                self.num_losses += 1
+                self._loss_code = error.errno
+                raise
+            if self.num_losses != known_losses:
+                raise OSError(self._loss_code, "bytes written at the same time were lost, perhaps these")
+
     def map(self, offset: int, nbytes: int) -> mmap.mmap:
-        """Shared read/write mapping of a range; it keeps the file open by itself."""
-        return mmap.mmap(self.fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+        """Shared read/write mapping of a range; it keeps the file open by itself.
+
+        Raises:
+            BackendError: The system does not map it: no descriptor or no address space left.
+        """
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        try:
+            return mmap.mmap(self.fd, nbytes, flags=mmap.MAP_SHARED, prot=protection, offset=offset)
+        except OSError as error:
+            raise map_os_error(error, operation="mapping", path=self.name, offset=offset, nbytes=nbytes) from error
 
     def _free_and_reserve(self) -> tuple[int, int]:
-        state = os.statvfs(self.fd)
+        try:
+            state = os.statvfs(self.fd)
+        except OSError as error:
+            raise map_os_error(
+                error, operation="asking for free space", path=self.name, offset=self.nbytes, nbytes=0
+            ) from error
         reserve_nbytes = self._config.reserve_free_nbytes
         if reserve_nbytes is None:
             reserve_nbytes = default_reserve_nbytes(state.f_blocks * state.f_frsize)
@@ -151,7 +193,9 @@ class SpillFile:
                     raise
                 os.ftruncate(self.fd, self.nbytes + added_nbytes)
         except OSError as error:
-            os.ftruncate(self.fd, self.nbytes)  # a failed allocation keeps what it had grabbed so far
+            # A failed allocation keeps what it had grabbed so far; if that stays, the next growth uses it.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.fd, self.nbytes)
             raise map_os_error(
                 error, operation="growing the spill file", path=self.name, offset=self.nbytes, nbytes=added_nbytes
             ) from error
@@ -181,7 +225,7 @@ class SpillFile:
                     raise
                 failure = f"{error.strerror}"
         self._fds.remove(direct_fd)
-        os.close(direct_fd)
+        _close_all([direct_fd])
         return f"O_DIRECT opens but does not work ({failure})"
 
     def _prove_dontcache(self) -> bool:
@@ -209,7 +253,13 @@ def _open_anonymous(directory: str) -> int:
             raise
     name = os.path.join(directory, f"spill-{secrets.token_hex(6)}.bin")
     fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    os.unlink(name)
+    try:
+        os.unlink(name)
+    except OSError:  # a file with a name would outlive a killed process
+        _close_all([fd])
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
     return fd
 
 
@@ -237,5 +287,10 @@ def _round_trips(fd: int, block_nbytes: int, alignment: int) -> bool:
 
 
 def _close_all(fds: list[int]) -> None:
+    """Close them all. Linux has closed a descriptor whatever the call says, and nothing in the file is of use now."""
     while fds:
-        os.close(fds.pop())
+        fd = fds.pop()
+        try:
+            os.close(fd)
+        except OSError as error:
+            _logger.info("closing a spill file: %s", error)

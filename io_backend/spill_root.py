@@ -8,6 +8,7 @@ Rule: the lock is held for some file system calls, never for a transfer; the ker
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -27,6 +28,12 @@ _LOCK_POLL_S = 0.01
 def open_root(root: Path) -> int:
     """A descriptor of the root directory, to lock it and to name what is in it."""
     return os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def close_quietly(fd: int) -> None:
+    """Close a descriptor that nothing was written to: Linux has closed it whatever the call says."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
 
 def try_lock_root(root_fd: int) -> bool:

@@ -28,6 +28,7 @@ from io_backend.store import DeviceStatistics, Extent, Priority, StoreStatistics
 if TYPE_CHECKING:
     from io_backend.buffers import Memory
     from io_backend.queued_store import QueuedStore
+    from io_backend.queued_ticket import QueuedTicket
     from io_backend.store import BufferLike, Operation
     from io_backend.ticket import Ticket
 
@@ -111,6 +112,7 @@ class StripedStore:
         """See :meth:`Store.allocate`."""
         if nbytes < 0:
             raise ValueError(f"cannot allocate {nbytes} bytes")
+        self._members[0].store.check_usable("allocate")  # in a forked child, before the lock: its holder may be gone
         self._look_for_silence()
         with self._lock:
             in_use = [number for number, member in enumerate(self._members) if not member.out]
@@ -155,15 +157,22 @@ class StripedStore:
     def _allocate_parts(
         self, nbytes: int, shares: list[tuple[int, int]], in_use: list[int], parts: list[_Part], *, whole: bool
     ) -> None:
-        """Fill `parts` by `shares`; where a device is full, another takes its share over."""
+        """Fill `parts` by `shares`; where a device is full or fails, another takes its share over."""
         start = 0
         for number, share_nbytes in shares:
-            failure: StorageFullError | None = None
+            failure: BackendError | None = None
             for candidate in (number, *(other for other in in_use if other != number)):
+                member = self._members[candidate]
                 try:
-                    extent = self._members[candidate].store.allocate(share_nbytes)
+                    extent = member.store.allocate(share_nbytes)
                 except StorageFullError as error:
                     failure = error
+                    continue
+                except BackendError as error:
+                    if error.errno not in _FAILURES:
+                        raise
+                    failure = error
+                    self._take_out(member, f"it failed: {error}")
                     continue
                 parts.append(_Part(candidate, extent, start))
                 break
@@ -233,11 +242,16 @@ class StripedStore:
         parts = self._live_parts(extent)
         memory = self._members[0].store.resolve(buffer, operation, extent)
         once = after if after is None or len(parts) == 1 else Once(after)
-        tickets = []
+        tickets: list[QueuedTicket] = []
         for part in parts:
             member = self._members[part.member]
             piece = self._piece(memory, part)
-            ticket = member.store.submit(operation, part.extent, piece, priority, once, counted=part.start == 0)
+            try:
+                ticket = member.store.submit(operation, part.extent, piece, priority, once, counted=part.start == 0)
+            except BaseException:
+                for earlier in tickets:
+                    earlier.cancel()
+                raise
             ticket.add_done_callback(functools.partial(self._watch, member))
             tickets.append(ticket)
         if len(tickets) == 1:
@@ -355,6 +369,8 @@ class StripedStore:
         self._closed = True
         deadline_s = time.monotonic() + timeout_s
         failure: TimeoutError | None = None
+        for member in self._members:  # all of them first: none goes on while another is waited for
+            member.store.close_soon()
         for member in self._members:
             try:
                 member.store.close(max(0.0, deadline_s - time.monotonic()))

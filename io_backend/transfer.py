@@ -72,17 +72,20 @@ class ExtentRecord:
     """Oldest first; done ones are pruned now and then."""
     mappings: list[weakref.ref[mmap.mmap]] = dataclasses.field(default_factory=list)
     sums: tuple[int, ...] | None = None
-    """Checksums of the last write that ended well; none when it was mapped since."""
+    """Checksums of the last write that ended well; none when it is mapped, or was mapped since."""
 
     def unfinished(self) -> tuple[QueuedTicket, ...]:
         """Transfers queued or running, oldest first."""
         self.pending = [ticket for ticket in self.pending if not ticket.done()]
         return tuple(self.pending)
 
+    def mapped(self) -> bool:
+        """Whether a mapping of it is open."""
+        return any((mapping := reference()) is not None and not mapping.closed for reference in self.mappings)
+
     def busy(self) -> bool:
         """Whether a transfer or a mapping still uses the space."""
-        mapped = any((mapping := reference()) is not None and not mapping.closed for reference in self.mappings)
-        return mapped or bool(self.unfinished())
+        return self.mapped() or bool(self.unfinished())
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -163,7 +166,7 @@ class Transfer:
             self._check_sums()
             return outcome
         record.sums = None
-        sums = transport.sums(memory) if transport.verify else None
+        sums = self._sums()
         outcome = transport.move("write", record.extent, memory)
         record.sums = sums
         return outcome
@@ -179,13 +182,19 @@ class Transfer:
             for transfer in transfers:
                 transfer._check_sums()
             return outcomes
-        sums = [transport.sums(memory) if transport.verify else None for _, memory in pieces]
+        sums = [transfer._sums() for transfer in transfers]
         for transfer in transfers:
             transfer.record.sums = None
         outcomes = transport.move_together("write", pieces)
         for transfer, each in zip(transfers, sums, strict=True):
             transfer.record.sums = each
         return outcomes
+
+    def _sums(self) -> tuple[int, ...] | None:
+        """What to check later reads by; none where the caller may change the bytes through a mapping."""
+        if not self.transport.verify or self.record.mapped():
+            return None
+        return self.transport.sums(self.memory)
 
     def _check_source(self) -> None:
         """Refuse to read what was never, or not successfully, written: the space may hold a former owner's bytes."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 _IDLE_WAKE_S = 60.0
 _MOST_DUMPED = 50
+_LEAVE_S = 1.0
 
 
 class WorkerPool:
@@ -134,21 +135,28 @@ class WorkerPool:
         if os.getpid() == self._pid:
             self._wake.put(None)
 
+    def stop_soon(self) -> None:
+        """Cancel queued tickets and let running ones end; does not wait."""
+        self.request_stop()
+        for ticket in self.unfinished():
+            ticket.cancel()
+
     def stop(self, timeout_s: float) -> None:
         """Cancel queued tickets, wait for running ones, join the threads (except the calling one).
 
         Raises:
             TimeoutError: A transfer is still running after ``timeout_s`` seconds.
         """
-        self.request_stop()
-        for ticket in self.unfinished():
-            ticket.cancel()
+        self.stop_soon()
         if os.getpid() != self._pid:  # a forked child has no such threads
             return
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline_s - time.monotonic()))
+            if thread is threading.current_thread():
+                continue
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+            if thread.is_alive() and not self.unfinished():
+                thread.join(_LEAVE_S)  # it is on its last lines, or in a caller's callback
         if any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread()):
             raise TimeoutError(
                 f"close: transfers still running after {timeout_s:g} s; {self.describe_queue()}. "

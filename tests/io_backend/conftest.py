@@ -21,15 +21,13 @@ from io_backend.host_store import HostStore
 from io_backend.testing import FaultStore, MemoryStore
 
 MIB = 1 << 20
-STAND_IN_DRIVER = os.environ.get("TERAIO_STAND_IN_DRIVER", "")
-"""Set by `test_kvikio` for a process of its own: a library that poses as the CUDA driver."""
+ONE_QUEUE = ("posix-direct", "posix-buffered", "posix-misaligned", "memory", "fault", "host")
+KINDS = (*ONE_QUEUE, "posix-two-directories")
+STAND_IN_DRIVER = os.environ.get("TERAIO_TEST_STAND_IN_DRIVER")
+"""A library to load as the CUDA driver: the whole run is then about KvikIO alone (`test_kvikio` starts such runs)."""
 if STAND_IN_DRIVER:
     ctypes.CDLL(STAND_IN_DRIVER, mode=ctypes.RTLD_GLOBAL)
-
-ONE_QUEUE: tuple[str, ...] = ("posix-direct", "posix-buffered", "posix-misaligned", "memory", "fault", "host")
-KINDS: tuple[str, ...] = (*ONE_QUEUE, "posix-two-directories")
-if STAND_IN_DRIVER:
-    KINDS = ONE_QUEUE = ("kvikio",)
+    ONE_QUEUE = KINDS = ("kvikio",)
 
 
 def make_config(**changes: object) -> BackendConfig:
@@ -73,7 +71,7 @@ def build(kind: str, path: Path, **changes: object) -> Store:
     if kind == "posix-two-directories":
         return open_store([path / "one", path / "two"], config=make_config(**changes))
     if kind == "kvikio":
-        return open_store(path, config=make_config(**changes), backend="kvikio")
+        return open_store(path, backend="kvikio", config=make_config(**changes))
     return open_store(path, config=make_config(direct_io=kind != "posix-buffered", **changes))
 
 

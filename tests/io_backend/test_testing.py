@@ -1,6 +1,6 @@
 """The doubles that ship: scripted faults do what they say, and only to the operations meant.
 
-Covers ``FaultStore`` and the limits of ``MemoryStore``. The contract itself is tested in `test_store_contract`.
+Covers ``FaultStore`` and the limits of ``MemoryStore``. The contract itself is tested in `test_contract_round_trips`.
 """
 
 from __future__ import annotations
