@@ -117,7 +117,11 @@ class FileStore(QueuedStore):
             return
         try:
             if self.file.nbytes == allocator.size_nbytes:
-                self.file.grow(self.file.granule_nbytes)
+                before_nbytes, granule_nbytes = self.file.nbytes, self.file.granule_nbytes
+                self.file.grow(granule_nbytes)
+                # Where a whole step does not fit, little by little would try and fail after every transfer.
+                whole_nbytes = step_nbytes // granule_nbytes * granule_nbytes
+                self._grows_ahead = self.file.nbytes - before_nbytes >= whole_nbytes
         except BackendError as error:
             self._grows_ahead = False  # `allocate` will say so if the space is really needed
             _logger.info("no growth ahead of need: %s", error)

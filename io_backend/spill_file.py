@@ -34,7 +34,9 @@ RWF_DONTCACHE = 0x80
 """Buffered I/O that leaves nothing in the page cache (Linux 6.14 on). Source: linux/fs.h; not in ``os`` yet."""
 
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})
-_NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+_UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+_NO_ANSWER = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO})
+"""What says nothing about O_DIRECT: a store that went on without it would be slow for its whole life."""
 _BLOCKS_NBYTES = (BLOCK_NBYTES, 16384, 65536)
 _MEMORY_ALIGNMENTS = (64, 512, 4096, 16384, 65536)  # 64 is what torch gives its CPU tensors; NVMe drives often take it
 _GIB = 1 << 30
@@ -189,7 +191,7 @@ class SpillFile:
             try:
                 os.posix_fallocate(self.fd, self.nbytes, added_nbytes)
             except OSError as error:
-                if error.errno not in _NO_FALLOCATE:
+                if error.errno not in _UNSUPPORTED:
                     raise
                 os.ftruncate(self.fd, self.nbytes + added_nbytes)
         except OSError as error:
@@ -211,6 +213,8 @@ class SpillFile:
             # A second open file of the same anonymous inode; the flags of the first stay as they are.
             direct_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
         except OSError as error:
+            if error.errno in _NO_ANSWER:
+                raise
             return f"opening with O_DIRECT failed ({error.strerror})"
         self._fds.append(direct_fd)
         failure = ""
@@ -221,7 +225,7 @@ class SpillFile:
                     return "O_DIRECT proved by a write and a read"
                 failure = "bytes came back changed"
             except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+                if error.errno not in _UNSUPPORTED:
                     raise
                 failure = f"{error.strerror}"
         self._fds.remove(direct_fd)
@@ -232,7 +236,7 @@ class SpillFile:
         try:
             return os.pwritev(self.fd, [bytes(BLOCK_NBYTES)], 0, RWF_DONTCACHE) == BLOCK_NBYTES
         except OSError as error:
-            if error.errno == errno.ENOSPC:
+            if error.errno not in _UNSUPPORTED:
                 raise
             return False
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from io_backend import BackendError, ShortTransferError, StorageFullError
+from io_backend import BackendError, Priority, ShortTransferError, StorageFullError
 from io_backend import direct_io as module
 
 if TYPE_CHECKING:
@@ -177,6 +178,59 @@ def test_again_for_ever_is_an_error(case: Case, monkeypatch: pytest.MonkeyPatch)
         patch_call(patch, "write", failing(errno.EAGAIN))
         with pytest.raises(ShortTransferError, match="try again"):
             submit(case, "write", case.store.allocate(100), case.random(100))
+
+
+@pytest.mark.parametrize("dontcache", [True, False])
+def test_a_lost_write_is_told_to_all_who_wrote(
+    make_case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch, dontcache: bool
+) -> None:
+    """The system reports lost bytes once, to whoever syncs first: here to the other writer."""
+    case = make_case("posix-buffered")
+    case.store.file.dontcache = case.store.file.dontcache and dontcache  # type: ignore[attr-defined]
+    extents = [case.store.allocate(5000) for _ in range(2)]
+    held, reached = threading.Event(), threading.Event()
+    pwritev = os.pwritev
+
+    def held_behind_the_first(fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+        moved = pwritev(fd, buffers, offset, flags)
+        if offset == extents[0].offset:
+            reached.set()
+            assert held.wait(20)
+        return moved
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", held_behind_the_first)
+        first = case.store.write(case.random(5000), extents[0])
+        assert reached.wait(20)
+        with monkeypatch.context() as inner:
+            inner.setattr(os, "fdatasync", broken)
+            with pytest.raises(BackendError) as caught:
+                case.store.write(case.random(5000), extents[1], priority=Priority.URGENT).wait(20)
+        assert caught.value.errno == errno.EIO
+        held.set()
+        with pytest.raises(BackendError) as caught:
+            first.wait(20)
+        assert caught.value.errno == errno.EIO
+    for extent in extents:
+        data, back = case.random(5000), case.empty(5000)
+        submit(case, "write", extent, data)
+        submit(case, "read", extent, back)
+        assert np.array_equal(back, data)
+
+
+def broken(*args: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_advice_that_fails_is_no_failure(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case.kind == "posix-buffered":
+        case.store.file.dontcache = False  # type: ignore[attr-defined]
+    monkeypatch.setattr(os, "posix_fadvise", broken)
+    extent = case.store.allocate(5000)
+    data, back = case.random(5000), case.empty(5000)
+    submit(case, "write", extent, data)
+    submit(case, "read", extent, back)
+    assert np.array_equal(back, data)
 
 
 def test_paths(make_case: Callable[..., Case]) -> None:

@@ -7,9 +7,11 @@ The rule: after a refusal the store works on, with the file at its old size.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from io_backend import StorageFullError, open_store
-from io_backend.errors import BackendError
+from io_backend import BackendError, Priority, StorageFullError, open_store
+from tests.io_backend.gates import TIMEOUT_S, Gate
 
 if TYPE_CHECKING:
     from conftest import Case
@@ -147,6 +149,50 @@ def test_file_size_limit(make_case: Callable[..., Case], small_file_limit: int) 
         case.store.allocate(16 * MIB)
     assert caught.value.errno == errno.EFBIG
     round_trip(case, 5 * MIB)
+
+
+def test_growth_ahead_ends_where_no_step_fits(make_case: Callable[..., Case], small_file_limit: int) -> None:
+    case = make_case(growth_nbytes=64 * MIB)
+    for _ in range(5):
+        round_trip(case, 5 * MIB)
+    assert case.store.statistics().file_nbytes <= 5 * MIB + 65536  # not a little more after each transfer
+
+
+def test_map_waits_for_a_write_that_came_while_it_waited(make_case: Callable[..., Case]) -> None:
+    case = make_case()
+    extent = case.store.allocate(5000)
+    gates = [Gate(), Gate()]
+    data, back = case.random(5000), case.empty(5000)
+    mapped: list[mmap.mmap] = []
+    case.store.write(case.random(5000), extent, after=gates[0])
+    thread = threading.Thread(target=lambda: mapped.append(case.store.map(extent)))
+    thread.start()
+    case.store.write(data, extent, after=gates[1])
+    gates[0].opened.set()
+    assert gates[1].reached.wait(TIMEOUT_S)
+    thread.join(0.2)  # it has every chance to forget the second write
+    read = case.store.read(extent, back, priority=Priority.URGENT)
+    gates[1].opened.set()
+    read.wait(TIMEOUT_S)
+    assert np.array_equal(back, data)
+    thread.join(TIMEOUT_S)
+    assert mapped[0][:] == data.tobytes()
+    mapped[0].close()
+
+
+def test_a_mapping_that_the_system_refuses(make_case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    case = make_case()
+    extent = case.store.allocate(5000)
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", refuses)
+        with pytest.raises(BackendError, match="mapping of 5000 bytes") as caught:
+            case.store.map(extent)
+    assert caught.value.errno == errno.ENOMEM
+    case.store.free(extent)
+    assert case.store.statistics().live_nbytes == 0
 
 
 def test_map_shares_bytes_with_transfers(make_case: Callable[..., Case]) -> None:
