@@ -59,6 +59,7 @@ class ScriptedRun:
         self._patience_s = patience_s
         self._on_timeout = on_timeout
         self._config = BackendConfig(
+            starts_ledger=False,  # `test_ledger` covers its calls
             chunk_nbytes=256 * KIB,
             bounce_nbytes=128 * KIB,
             growth_nbytes=1024 * KIB,

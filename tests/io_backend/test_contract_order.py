@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from io_backend import BackendError, CorruptExtentError, Priority
+from io_backend import BackendConfig, BackendError, CorruptExtentError, Priority
 from tests.io_backend.gates import TIMEOUT_S, Gate, block_workers
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def test_background_writes_leave_one_worker_free(case: Case) -> None:
     case.store.write(data, extent, priority=Priority.URGENT)
     case.store.read(extent, back).wait(TIMEOUT_S)
     assert np.array_equal(back, data)
-    workers = 4 if case.kind == "posix-two-directories" else 2
+    workers = BackendConfig().num_workers * (2 if case.kind == "posix-two-directories" else 1)
     assert sum(gate.reached.is_set() for gate in gates) <= workers - 1
     for gate in gates:
         gate.opened.set()
