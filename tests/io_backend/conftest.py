@@ -20,6 +20,9 @@ from io_backend.buffers import aligned_memory
 from io_backend.host_store import HostStore
 from io_backend.testing import FaultStore, MemoryStore
 
+# Under ``python -O`` too the asserts of these run.
+pytest.register_assert_rewrite("tests.io_backend.scripted_run", "tests.io_backend.disk_images")
+
 MIB = 1 << 20
 ONE_QUEUE = ("posix-direct", "posix-buffered", "posix-misaligned", "memory", "fault", "host")
 KINDS = (*ONE_QUEUE, "posix-two-directories")

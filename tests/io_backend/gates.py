@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 TIMEOUT_S = 20.0
 
 
+def wait_for(event: threading.Event) -> None:
+    """Wait, not endlessly. No assert: ``python -O`` would leave the wait out of a module that is no test."""
+    if not event.wait(TIMEOUT_S):
+        raise AssertionError(f"nothing happened for {TIMEOUT_S:g} s")
+
+
 class Gate:
     """An ``after`` that stops its worker until opened."""
 
@@ -24,7 +30,7 @@ class Gate:
 
     def __call__(self) -> None:
         self.reached.set()
-        assert self.opened.wait(TIMEOUT_S)
+        wait_for(self.opened)
 
 
 def block_workers(store: Store, num_workers: int) -> list[Gate]:
@@ -33,6 +39,6 @@ def block_workers(store: Store, num_workers: int) -> list[Gate]:
     for _ in range(num_workers):
         gate = Gate()
         store.write(np.zeros(8, np.uint8), store.allocate(8), priority=Priority.URGENT, after=gate)
-        assert gate.reached.wait(TIMEOUT_S)
+        wait_for(gate.reached)
         gates.append(gate)
     return gates

@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 
 from io_backend import BackendConfig, BackendError, CorruptExtentError, Extent, Priority, Store, Ticket, open_store
-from tests.io_backend.gates import Gate
+from tests.io_backend.gates import Gate, wait_for
 
 KIB = 1 << 10
 PAGE_NBYTES = 4096
@@ -153,7 +153,8 @@ class ScriptedRun:
             if extent is not None:
                 held.append((member, extent, Gate()))
                 member.write(b"", extent, priority=Priority.URGENT, after=held[-1][2])
-        assert all(gate.reached.wait(TIMEOUT_S) for _, _, gate in held)
+        for _, _, gate in held:
+            wait_for(gate.reached)
         yield
         for member, extent, gate in held:
             gate.opened.set()
