@@ -22,6 +22,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.spill_roots import without_ledgers
+
 # Derived from the profile in force, so that the settings hypothesis chooses for a CI run stay.
 # No deadline: the first example pays for torch's lazy initialisation, and test machines are shared.
 settings.register_profile("teraio", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -179,7 +181,7 @@ def watched_files(spill: Path, cwd: Path) -> frozenset[Path]:
 
     The ledger of a spill directory is meant to stay, so it is no leak.
     """
-    found = {path for path in spill.glob("teraio-*") if not path.name.startswith("teraio-ledger-")}
+    found = set(without_ledgers(list(spill.glob("teraio-*"))))
     # The default place is shared with every other run of the same user: look for this process's own sessions.
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "teraio"
     found.update(cache.glob(f"teraio-{os.getpid()}-*"))

@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 
 from io_backend import BackendConfig, SpillDirectory, open_store
+from tests.spill_roots import sessions, without_ledgers
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_KILLS = 50
@@ -98,13 +99,8 @@ def unharmed(neighbour: subprocess.Popen[str]) -> bool:
 
 def named_nbytes(root: Path) -> int:
     """What ``du`` would say of the files that have a name, but for the ledger, which is to stay."""
-    files = [path for path in root.rglob("*") if path.is_file() and not path.name.startswith("teraio-ledger-")]
+    files = without_ledgers([path for path in root.rglob("*") if path.is_file()])
     return sum(path.stat().st_blocks * 512 for path in files)
-
-
-def sessions(root: Path) -> list[Path]:
-    """What is in the root but for the ledger."""
-    return [path for path in root.iterdir() if not path.name.startswith("teraio-ledger-")]
 
 
 def unnamed_files(root: Path) -> list[str]:

@@ -20,6 +20,7 @@ import pytest
 
 from io_backend import open_store
 from tests.io_backend.gates import TIMEOUT_S
+from tests.spill_roots import sessions
 
 if TYPE_CHECKING:
     from conftest import Case
@@ -27,11 +28,6 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 LARGE_BLOCK_NBYTES = 65536
-
-
-def sessions(root: Path) -> list[Path]:
-    """What is in a spill root but for the ledger."""
-    return [path for path in root.iterdir() if not path.name.startswith("teraio-ledger-")]
 
 
 def run(program: str, *arguments: str) -> list[str]:

@@ -1,6 +1,5 @@
 """What autograd saves, and other devices, modes and tensors, as a recorder sees them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,25 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lifetime import EventKind, Phase, Recorder, StorageKind, Trace
-
-Finish = Callable[[Recorder], Trace]
-Step = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
-
-
-def lives(trace: Trace) -> list[tuple[int, int, int]]:
-    """(nbytes, birth, death) of each storage."""
-    return [(s.nbytes, s.birth_op, s.death_op) for s in trace.storages]
-
-
-def uses(trace: Trace, op: int) -> dict[int, bool]:
-    """The storages that operation `op` touched, each with whether it was written."""
-    columns = trace.use_columns
-    rows = zip(columns.op.tolist(), columns.storage.tolist(), columns.written.tolist(), strict=True)
-    return {storage: bool(written) for row, storage, written in rows if row == op}
-
-
-def names(trace: Trace) -> list[str]:
-    return [op.name for op in trace.ops]
+from tests.lifetime.reading import Finish, Step, lives, names, uses
 
 
 def by_name(trace: Trace) -> dict[str, Any]:

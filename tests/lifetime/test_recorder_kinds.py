@@ -1,15 +1,12 @@
 """Kinds and names of storages whose right answer is known by hand."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from lifetime import EventKind, Phase, Recorder, StorageKind, Trace
-
-Finish = Callable[[Recorder], Trace]
-Step = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
+from tests.lifetime.reading import Finish, Step
 
 
 def by_name(trace: Trace) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from io_backend.mounts import find_mount, unsafe_reason
+from tests.spill_roots import sessions
 from tools import cli
 from tools.bench import command
 from tools.bench.fio import FioContender, FioFile
@@ -56,7 +57,7 @@ def test_store_does_every_workload(disk: Path, buffers: str) -> None:
         assert row.failure is None
         assert len(row.measurements) == 2
         assert all(measurement.elapsed_s > 0 for measurement in row.measurements)
-    assert not [path for path in disk.iterdir() if not path.name.startswith("teraio-ledger-")]
+    assert sessions(disk) == []
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
@@ -88,7 +89,7 @@ def test_command_writes_its_result_and_leaves_nothing_else(
     assert all(row["gb_per_s"]["median"] > 0 for row in rows)
     assert "teraio, huge pages" in (results / "r.md").read_text(encoding="utf-8")
     assert "teraio, huge pages" in capsys.readouterr().out
-    assert not [path for path in measured.iterdir() if not path.name.startswith("teraio-ledger-")]
+    assert sessions(measured) == []
 
 
 def test_a_full_disk_is_said_before_anything_is_written(
